@@ -1,0 +1,117 @@
+"""The engine's heartbeat: schedule, run, complete.
+
+Only `run` is on the engine thread. Everything else, and all control state, is on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from engine.batch import Batch
+from engine.errors import StepFailed
+from engine.output_stream import SampledToken, StepOutput
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes a batch. Called on the engine thread, one batch at a time."""
+
+    def run(self, batch: Batch) -> dict[Sequence, tuple[SampledToken, ...]]:
+        """Write the batch's KV and return the chosen tokens of its sampled sequences."""
+        ...
+
+
+class EngineLoop:
+    """Runs steps while there is work, and waits on an event while there is none."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.last_step_s = 0.0
+        self._runner = runner
+        self._wake = scheduler.pool.freed.subscribe()
+        self._step_started_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the running step has been running; 0 while idle."""
+        return time.monotonic() - self._step_started_at if self._step_started_at is not None else 0.0
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-loop")
+
+    async def stop(self) -> None:
+        """Wait for the running step, then end. Sequences that are still there stay unfinished."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence; read its `output`. Raises `RequestRefused`."""
+        self.scheduler.add(sequence)
+        self._wake.set()
+
+    def submit_computed(self, sequence: Sequence) -> None:
+        """Run a sequence whose KV arrived by transfer, all but its last token's."""
+        self.scheduler.add_running(sequence)
+        self._wake.set()
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a sequence. Its blocks are back when the running step ends."""
+        self.scheduler.abort(sequence)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            batch = self.scheduler.schedule()
+            if batch is None:
+                await self._wake.wait()
+                continue
+            started_at = self._step_started_at = time.monotonic()
+            step = loop.run_in_executor(self._executor, self._runner.run, batch)
+            try:
+                sampled = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                await asyncio.wait([step])
+                raise
+            except Exception as error:
+                logger.exception("step %d failed", batch.step)
+                self._fail(batch, error)
+                continue
+            finally:
+                self._step_started_at = None
+            self._complete(batch, sampled, started_at)
+
+    def _complete(self, batch: Batch, sampled: dict[Sequence, tuple[SampledToken, ...]], started_at: float) -> None:
+        ended_at = time.monotonic()
+        self.last_step_s = ended_at - started_at
+        for done in self.scheduler.complete(batch, sampled):
+            self.num_generation_tokens += len(done.tokens)
+            done.sequence.output.put(
+                StepOutput(
+                    tokens=done.tokens,
+                    num_computed_tokens=done.sequence.num_computed_tokens,
+                    step=batch.step,
+                    started_at=started_at,
+                    ended_at=ended_at,
+                    finish_reason=done.finish_reason,
+                )
+            )
+        self.num_prompt_tokens += sum(item.num_new_tokens for item in batch.items if item.num_new_tokens > 1)
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        for sequence in self.scheduler.fail(batch):
+            sequence.output.fail(StepFailed(f"the model failed in step {batch.step}: {error}"))

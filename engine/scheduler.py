@@ -1,0 +1,292 @@
+"""The one scheduler: continuous batching by the step (ORCA), chunked prefill mixed with decode
+(Sarathi-Serve), preemption by recompute. A role is a policy on it, never a second one.
+
+Life of a sequence:
+
+    add --> waiting --schedule: all its blocks or none--> running --complete--> finished
+              ^                                            |   |
+              `------------- preempted: blocks freed ------'   `--> handed over: its blocks are offered
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine.batch import Batch, BatchItem
+from engine.block_pool import BlockPool, Holder
+from engine.errors import RequestRefused
+from engine.output_stream import SampledToken
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What a step did for a sequence that is still wanted."""
+
+    sequence: Sequence
+    tokens: tuple[SampledToken, ...]
+    finish_reason: str | None
+
+
+class Scheduler:
+    """All control state of an engine. Every method runs on the event loop and returns at once.
+
+    A step is three calls: `schedule`, run (elsewhere), `complete`. Frees of what a launched step
+    uses apply at `complete`; at most one step is launched.
+    """
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Sequence, None] = {}  # an ordered set
+        self.num_preemptions = 0
+        self.step = 0
+        self._launched: dict[Sequence, BatchItem] = {}
+        self._step_blocks: list[int] = []  # held by the launched step alone
+        self._num_arrivals = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises `RequestRefused` for what can never run here. `num_prompt_tokens` without output."""
+        total = num_prompt_tokens + max_tokens
+        if num_prompt_tokens < 1:
+            raise RequestRefused("the prompt is empty")
+        if total > self.limits.max_model_len:
+            raise RequestRefused(
+                f"{num_prompt_tokens} prompt tokens + max_tokens {max_tokens} = {total} is more than the model's "
+                f"length {self.limits.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        if self.pool.num_blocks_for(total) > self.pool.num_blocks:
+            raise RequestRefused(
+                f"{total} tokens need {self.pool.num_blocks_for(total)} KV blocks and this worker has "
+                f"{self.pool.num_blocks}; shorten the request or raise --kv-cache-gb"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind those of its priority. Raises `RequestRefused`."""
+        self.check(sequence.num_prompt_tokens, sequence.sampling.max_tokens)
+        self._number(sequence)
+        self._enqueue(sequence)
+
+    def add_running(self, sequence: Sequence) -> None:
+        """Take a sequence whose KV is in its blocks already, held as `SEQUENCE`."""
+        self._number(sequence)
+        self.running[sequence] = None
+
+    def reserve(self, num_tokens: int, holder: Holder) -> list[int] | None:
+        """Blocks for a sequence of `num_tokens` that will arrive from elsewhere, all or none.
+
+        Leaves the watermark free for running sequences to grow, and lets preempted sequences go
+        first: `None` means "not now".
+        """
+        num_blocks = self.pool.num_blocks_for(num_tokens)
+        if self.waiting and self.waiting[0].num_preemptions:
+            return None
+        if self.num_places <= 0:
+            return None
+        if self.pool.num_free < num_blocks + self._watermark():
+            return None
+        return self.pool.allocate(num_blocks, holder)
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that may still join `running`."""
+        return self.limits.max_num_seqs - len(self.running)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a sequence, in whatever state. Its blocks are free now, or when the step that runs
+        is complete. A sequence that is not here (finished, handed over) is no error.
+        """
+        if sequence in self.running:
+            del self.running[sequence]
+            self._let_go(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step: decode tokens first, then chunks, then new sequences. `None`: nothing
+        can run now.
+        """
+        assert not self._launched, "one step at a time"
+        budget = self.limits.max_num_batched_tokens
+        items: dict[Sequence, BatchItem] = {}
+        for sequence in sorted(self.running, key=_is_reading_prompt):
+            if sequence not in self.running or budget == 0:  # preempted by one before it, or no budget left
+                continue
+            num_tokens = min(sequence.num_new_tokens, budget)
+            if self._grow(sequence, num_tokens, items):
+                items[sequence] = _item(sequence, num_tokens)
+                budget -= num_tokens
+        while budget > 0 and (sequence := self._admit()) is not None:
+            num_tokens = min(sequence.num_new_tokens, budget)
+            items[sequence] = _item(sequence, num_tokens)
+            budget -= num_tokens
+        if not items:
+            return None
+        self.step += 1
+        self._launched = items
+        return Batch(tuple(items.values()), self.step)
+
+    def complete(self, batch: Batch, sampled: dict[Sequence, tuple[SampledToken, ...]]) -> list[Completed]:
+        """Apply a step's result. Sequences that were aborted meanwhile are dropped."""
+        self._launched = {}
+        completed = []
+        for item in batch.items:
+            sequence = item.sequence
+            if sequence not in self.running:
+                continue
+            sequence.num_computed_tokens = item.start + item.num_new_tokens
+            tokens = self._append(sequence, sampled.get(sequence, ()))
+            if sequence.is_finished or (tokens and sequence.ends_after_first_token):
+                del self.running[sequence]
+                if sequence.ends_after_first_token:
+                    self.pool.move(_blocks(sequence), Holder.SEQUENCE, Holder.OFFERED)
+                else:
+                    self._let_go(sequence)
+            completed.append(Completed(sequence, tokens, sequence.finish_reason))
+        self._free_step_blocks()
+        return completed
+
+    def fail(self, batch: Batch) -> list[Sequence]:
+        """The step raised: forget its sequences and return those that were still wanted."""
+        self._launched = {}
+        failed = [item.sequence for item in batch.items if item.sequence in self.running]
+        for sequence in failed:
+            del self.running[sequence]
+            self._let_go(sequence)
+        self._free_step_blocks()
+        return failed
+
+    def finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
+        """Whether `token_id`, just appended, ends the sequence."""
+        sampling = sequence.sampling
+        if sequence.num_output_tokens >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return "stop"
+            if token_id in self.limits.eos_token_ids and not sampling.ignore_eos:
+                return "stop"
+        if sequence.num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+            return "length"
+        return None
+
+    def _append(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+        """Append until one ends the sequence; returns those that were taken."""
+        for number, token in enumerate(tokens, start=1):
+            sequence.token_ids.append(token.token_id)
+            sequence.finish_reason = self.finish_reason(sequence, token.token_id)
+            if sequence.is_finished or sequence.ends_after_first_token:
+                return tokens[:number]
+        return tokens
+
+    def _admit(self) -> Sequence | None:
+        """Move the first waiting sequence to running, with every block of what it has."""
+        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+            return None
+        sequence = self.waiting[0]
+        if sequence.ends_after_first_token and self.pool.num_held(Holder.OFFERED) * 2 > self.pool.num_blocks:
+            return None  # finished hand-offs hold their half: decode must pull first
+        num_blocks = self.pool.num_blocks_for(sequence.num_tokens)
+        if self.pool.num_free < num_blocks + self._watermark():
+            return None
+        blocks = self.pool.allocate(num_blocks, Holder.SEQUENCE)
+        assert blocks is not None
+        self.waiting.popleft()
+        sequence.block_tables = (blocks,)
+        self.running[sequence] = None
+        return sequence
+
+    def _grow(self, sequence: Sequence, num_tokens: int, items: dict[Sequence, BatchItem]) -> bool:
+        """Give it the blocks for `num_tokens` more, preempting others where there are none."""
+        needed = self.pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_tables[0])
+        while needed > 0:
+            blocks = self.pool.allocate(needed, Holder.SEQUENCE)
+            if blocks is not None:
+                sequence.block_tables[0].extend(blocks)
+                return True
+            victim = max(self.running, key=_preemption_order)
+            self._preempt(victim)
+            items.pop(victim, None)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free its blocks; it goes to the head of the queue and is computed again from its tokens."""
+        del self.running[sequence]
+        self._let_go(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Release the blocks now, or leave them to the step that is using them."""
+        blocks = _blocks(sequence)
+        sequence.block_tables = tuple([] for _ in sequence.block_tables)
+        if sequence in self._launched:
+            self.pool.move(blocks, Holder.SEQUENCE, Holder.STEP)
+            self._step_blocks += blocks
+        else:
+            self.pool.release(blocks, Holder.SEQUENCE)
+
+    def _free_step_blocks(self) -> None:
+        blocks, self._step_blocks = self._step_blocks, []
+        self.pool.release(blocks, Holder.STEP)
+
+    def _watermark(self) -> int:
+        """Blocks kept free while something runs, so that an admission isn't at once a preemption."""
+        return max(1, self.pool.num_blocks // 100) if self.running else 0
+
+    def _number(self, sequence: Sequence) -> None:
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Preempted ones first, then by priority, then by arrival."""
+        key = _queue_order(sequence)
+        place = len(self.waiting)
+        while place > 0 and _queue_order(self.waiting[place - 1]) > key:
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+
+def _item(sequence: Sequence, num_tokens: int) -> BatchItem:
+    start = sequence.num_computed_tokens
+    return BatchItem(
+        sequence=sequence,
+        token_ids=sequence.token_ids[start : start + num_tokens],
+        start=start,
+        block_tables=sequence.block_tables,
+        is_sampled=start + num_tokens == sequence.num_tokens,
+    )
+
+
+def _blocks(sequence: Sequence) -> list[int]:
+    return [block for table in sequence.block_tables for block in table]
+
+
+def _is_reading_prompt(sequence: Sequence) -> bool:
+    return sequence.num_new_tokens > 1
+
+
+def _preemption_order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival
+
+
+def _queue_order(sequence: Sequence) -> tuple[bool, int, int]:
+    return sequence.num_preemptions == 0, sequence.priority, sequence.arrival
+
+
