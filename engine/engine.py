@@ -44,7 +44,7 @@ class Engine:
         loaded = load_model(config)
         shape = KvShape(
             num_layers=len(loaded.plan.cache_layers),
-            num_kv_heads=loaded.plan.num_kv_heads,
+            num_kv_heads=max(loaded.plan.num_kv_heads.values()),
             head_dim=loaded.plan.head_dim,
             block_size=config.block_size,
             dtype=loaded.dtype,

@@ -16,6 +16,7 @@ from engine.errors import StepFailed
 from engine.output_stream import SampledToken, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.signal import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class EngineLoop:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.last_step_s = 0.0
+        self.stepped = Signal()  # notified after each step
         self._runner = runner
         self._wake = scheduler.pool.freed.subscribe()
         self._step_started_at: float | None = None
@@ -81,6 +83,8 @@ class EngineLoop:
                 await self._wake.wait()
                 continue
             started_at = self._step_started_at = time.monotonic()
+            for item in batch.items:
+                item.sequence.output.start(started_at)
             step = loop.run_in_executor(self._executor, self._runner.run, batch)
             try:
                 sampled = await asyncio.shield(step)
@@ -110,6 +114,7 @@ class EngineLoop:
                     finish_reason=done.finish_reason,
                 )
             )
+        self.stepped.notify()
         self.num_prompt_tokens += sum(item.num_new_tokens for item in batch.items if item.num_new_tokens > 1)
 
     def _fail(self, batch: Batch, error: Exception) -> None:

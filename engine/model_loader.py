@@ -6,6 +6,7 @@ the attention function, registered under a name in transformers' `AttentionInter
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,19 @@ from engine.probe import NUM_PROBE_TOKENS, AttentionPlan, ProbeAttention, check_
 _PAGED = "pdserve"  # no mask function is registered for it: transformers then builds no mask
 _PROBE = "pdserve_probe"
 REFERENCE = "sdpa"
+_NOT_IDENTITY = frozenset({"dtype", "transformers_version", "_name_or_path", "_model_name_or_path"})
 
 AttentionCallable = Callable[..., tuple[torch.Tensor, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The function that the KV belongs to, as digests that are stable across machines."""
+
+    base_model: str
+    tokenizer: str
+    position_encoding: str
+    weights: str  # shown, not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    identity: dict[str, str]  # base_model, tokenizer, position_encoding, weights
+    identity: ModelIdentity
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -153,20 +165,22 @@ def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _identity(folder: Path, text_config: Any) -> dict[str, str]:
-    """Names of the function that the KV belongs to: stable across machines, free of paths."""
-    import hashlib
-
-    def digest(*parts: bytes) -> str:
-        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-    shape = {key: value for key, value in text_config.to_dict().items() if key not in ("dtype", "transformers_version", "_name_or_path")}
+def _identity(folder: Path, text_config: Any) -> ModelIdentity:
+    config = {key: value for key, value in text_config.to_dict().items() if key not in _NOT_IDENTITY}
+    rope = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", None)
     tokenizer = folder / "tokenizer.json"
-    rope = json.dumps(getattr(text_config, "rope_parameters", None), sort_keys=True, default=str)
-    sizes = b",".join(f"{path.name}:{path.stat().st_size}".encode() for path in sorted(folder.glob("*.safetensors")))
-    return {
-        "base_model": f"{text_config.model_type}-{digest(json.dumps(shape, sort_keys=True, default=str).encode())}",
-        "tokenizer": digest(tokenizer.read_bytes()) if tokenizer.is_file() else "none",
-        "position_encoding": digest(rope.encode(), str(getattr(text_config, "max_position_embeddings", "")).encode()),
-        "weights": digest(sizes),
-    }
+    weights = [f"{path.name}:{path.stat().st_size}" for path in sorted(folder.glob("*.safetensors"))]
+    return ModelIdentity(
+        base_model=f"{text_config.model_type}-{_digest(_json(config))}",
+        tokenizer=_digest(tokenizer.read_bytes()) if tokenizer.is_file() else "none",
+        position_encoding=_digest(_json(rope)),
+        weights=_digest(_json(weights)),
+    )
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

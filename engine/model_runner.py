@@ -29,7 +29,7 @@ class ModelRunner:
         self.loaded = loaded
         self._cache = cache
         self._block_size = cache.shape.block_size
-        self._attention = PagedAttention(cache, TorchAttention(), loaded.plan.cache_layers, loaded.plan.windows)
+        self._attention = PagedAttention(cache, TorchAttention(), loaded.plan)
         self._sampler = Sampler(loaded.eos_token_ids)
         attach(loaded, self._attention)
 

@@ -34,12 +34,20 @@ class OutputStream:
     Bounded by the sequence's own length: one item a step. An exception put last ends the stream.
     """
 
-    __slots__ = ("_error", "_items", "_wake")
+    __slots__ = ("_error", "_items", "_wake", "started", "started_at")
 
     def __init__(self) -> None:
+        self.started = asyncio.Event()  # set when the sequence gets its blocks and its first step
+        self.started_at = 0.0  # time.monotonic() of that moment
         self._items: deque[StepOutput] = deque()
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+
+    def start(self, now: float) -> None:
+        """The sequence runs; a second start, after a preemption, changes nothing."""
+        if not self.started.is_set():
+            self.started_at = now
+            self.started.set()
 
     def put(self, item: StepOutput) -> None:
         self._items.append(item)
@@ -48,6 +56,7 @@ class OutputStream:
     def fail(self, error: Exception) -> None:
         self._error = error
         self._wake.set()
+        self.started.set()
 
     async def get(self) -> list[StepOutput]:
         """All items since the last call, at least one, oldest first. Raises what `fail` was given."""

@@ -89,7 +89,7 @@ class AttentionPlan:
 
     cache_layers: dict[int, int]  # the model's layer index -> place in the cache
     windows: dict[int, int | None]  # by the model's layer index
-    num_kv_heads: int  # the most of any layer
+    num_kv_heads: dict[int, int]  # by the model's layer index
     head_dim: int  # the most of any layer's K and V
 
 
@@ -151,7 +151,7 @@ def plan_attention(config: Any, calls: list[AttentionCall]) -> AttentionPlan:
     return AttentionPlan(
         cache_layers={index: place for place, index in enumerate(sorted(by_layer))},
         windows=windows,
-        num_kv_heads=max(call.num_kv_heads for call in calls),
+        num_kv_heads={call.layer_index: call.num_kv_heads for call in calls},
         head_dim=max(max(call.k_dim, call.v_dim) for call in calls),
     )
 

@@ -75,6 +75,10 @@ class Scheduler:
                 f"{self.pool.num_blocks}; shorten the request or raise --kv-cache-gb"
             )
 
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the sequence waits or runs here."""
+        return sequence in self.running or sequence in self.waiting
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those of its priority. Raises `RequestRefused`."""
         self.check(sequence.num_prompt_tokens, sequence.sampling.max_tokens)
@@ -130,9 +134,9 @@ class Scheduler:
             if self._grow(sequence, num_tokens, items):
                 items[sequence] = _item(sequence, num_tokens)
                 budget -= num_tokens
-        while budget > 0 and (sequence := self._admit()) is not None:
-            num_tokens = min(sequence.num_new_tokens, budget)
-            items[sequence] = _item(sequence, num_tokens)
+        while budget > 0 and (admitted := self._admit()) is not None:
+            num_tokens = min(admitted.num_new_tokens, budget)
+            items[admitted] = _item(admitted, num_tokens)
             budget -= num_tokens
         if not items:
             return None

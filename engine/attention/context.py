@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from engine.kv_cache import LayerCache
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -57,10 +59,10 @@ class AttentionBackend(Protocol):
     """Paged attention over one layer of the cache."""
 
     def attend(
-        self, query: torch.Tensor, layer: torch.Tensor, context: AttentionContext, arguments: LayerArguments
+        self, query: torch.Tensor, layer: LayerCache, context: AttentionContext, arguments: LayerArguments
     ) -> torch.Tensor:
-        """Attention of `query` `[num_tokens, num_q_heads, head_dim]` over K and V in `layer`
-        `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, where the step's own K and V already
-        are. Returns `[num_tokens, num_q_heads, head_dim]` in the query's dtype. Changes nothing.
+        """Attention of `query` `[num_tokens, num_q_heads, head_dim]` over K and V in `layer`, where the
+        step's own K and V already are. Returns `[num_tokens, num_q_heads, head_dim]` in the query's
+        dtype. Changes nothing.
         """
         ...

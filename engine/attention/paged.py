@@ -12,17 +12,18 @@ import torch
 
 from engine.attention.context import AttentionBackend, AttentionContext, LayerArguments
 from engine.kv_cache import KvCache
+from engine.probe import AttentionPlan
 
 
 class PagedAttention:
     """The attention of one engine's model. `context` is set before each forward pass."""
 
-    def __init__(self, cache: KvCache, backend: AttentionBackend, cache_layers: dict[int, int], windows: dict[int, int | None]) -> None:
+    def __init__(self, cache: KvCache, backend: AttentionBackend, plan: AttentionPlan) -> None:
         self.context: AttentionContext | None = None
         self._backend = backend
+        self._plan = plan
         self._head_dim = cache.shape.head_dim
-        self._layers = {layer: cache.layer(index) for layer, index in cache_layers.items()}
-        self._windows = windows
+        self._layers = {index: cache.layer(place, plan.num_kv_heads[index]) for index, place in plan.cache_layers.items()}
 
     def __call__(
         self,
@@ -36,27 +37,23 @@ class PagedAttention:
         """Returns `[1, num_tokens, num_q_heads, v_dim]` and no weights."""
         assert self.context is not None and mask is None
         layer_index: int = module.layer_idx  # type: ignore[assignment]
-        layer = self._layers[layer_index][:, : key.shape[1]]
-        self._write(layer, key[0], value[0])
+        layer = self._layers[layer_index]
+        layer.write(
+            self.context.slot_blocks,
+            self.context.slot_offsets,
+            _padded(key[0].transpose(0, 1), self._head_dim),
+            _padded(value[0].transpose(0, 1), self._head_dim),
+        )
         scaling = kwargs.get("scaling")
         arguments = LayerArguments(
             scaling=scaling if scaling is not None else key.shape[-1] ** -0.5,
-            sliding_window=self._windows[layer_index],
+            sliding_window=self._plan.windows[layer_index],
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
         )
         packed = _padded(query[0].transpose(0, 1), self._head_dim)
         output = self._backend.attend(packed, layer, self.context, arguments)
         return output[None, ..., : value.shape[-1]], None
-
-    def _write(self, layer: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """`layer` is `[num_blocks, num_kv_heads, 2, block_size, head_dim]`; K and V are
-        `[num_kv_heads, num_tokens, dim]`."""
-        assert self.context is not None
-        both = torch.stack((_padded(key, self._head_dim), _padded(value, self._head_dim)), dim=2)
-        # advanced indices next to each other: [num_tokens, num_kv_heads, 2, head_dim]
-        slots = layer.transpose(1, 3)  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
-        slots[self.context.slot_blocks, self.context.slot_offsets] = both.permute(1, 2, 0, 3)
 
 
 def _padded(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

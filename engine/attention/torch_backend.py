@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.context import AttentionContext, Chunk, DecodeRows, LayerArguments
+from engine.kv_cache import LayerCache
 
 _TILE_TOKENS = 512
 _NEVER = float("-inf")
@@ -20,7 +21,7 @@ class TorchAttention:
     """`AttentionBackend` for any device. Softmax and its sums are float32."""
 
     def attend(
-        self, query: torch.Tensor, layer: torch.Tensor, context: AttentionContext, arguments: LayerArguments
+        self, query: torch.Tensor, layer: LayerCache, context: AttentionContext, arguments: LayerArguments
     ) -> torch.Tensor:
         output = torch.empty_like(query)
         if context.decode is not None:
@@ -30,17 +31,18 @@ class TorchAttention:
         return output
 
 
-def _decode(query: torch.Tensor, layer: torch.Tensor, decode: DecodeRows, arguments: LayerArguments) -> torch.Tensor:
+def _decode(query: torch.Tensor, layer: LayerCache, decode: DecodeRows, arguments: LayerArguments) -> torch.Tensor:
     """`query` is `[num_seqs, num_q_heads, head_dim]`."""
     num_seqs, num_q_heads, head_dim = query.shape
-    num_kv_heads, block_size = layer.shape[1], layer.shape[3]
+    num_kv_heads, block_size = layer.num_kv_heads, layer.block_size
     group = num_q_heads // num_kv_heads
-    keys_and_values = layer[decode.blocks]  # [num_rows, num_kv_heads, 2, block_size, head_dim]
-    num_rows = keys_and_values.shape[0]
-    keys_and_values[decode.tails, :, 1] = _without_unwritten(keys_and_values[decode.tails, :, 1], decode)
+    num_rows = decode.blocks.shape[0]
+    keys, values = layer.keys(decode.blocks), layer.values(decode.blocks)  # [num_rows, num_kv_heads, block_size, head_dim]
+    _zero_unwritten(values, decode)
     grouped = query.view(num_seqs, num_kv_heads, group, head_dim)[decode.owners]
-    keys = keys_and_values[:, :, 0].transpose(2, 3)
-    scores = torch.matmul(grouped, keys).float() * arguments.scaling  # [num_rows, num_kv_heads, group, block_size]
+    # each (block, head) is one small product: [num_rows * num_kv_heads, group, block_size]
+    scores = torch.bmm(grouped.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).float() * arguments.scaling
+    scores = scores.view(num_rows, num_kv_heads, group, block_size)
     scores = _softcap(scores, arguments)
     positions = decode.starts[:, None] + torch.arange(block_size, device=query.device)
     lens = decode.context_lens[decode.owners, None]
@@ -56,7 +58,8 @@ def _decode(query: torch.Tensor, layer: torch.Tensor, decode: DecodeRows, argume
         sinks = arguments.sinks.float().view(num_kv_heads, group)
         seq_max = torch.maximum(seq_max, sinks)
     weights = torch.exp(scores - seq_max[decode.owners, ..., None])
-    partial = torch.matmul(weights.to(query.dtype), keys_and_values[:, :, 1]).float()
+    partial = torch.bmm(weights.to(query.dtype).flatten(0, 1), values.flatten(0, 1)).float()
+    partial = partial.view(num_rows, num_kv_heads, group, head_dim)
     sums = torch.zeros_like(seq_max).index_add_(0, decode.owners, weights.sum(-1))
     if arguments.sinks is not None:
         sums += torch.exp(sinks - seq_max)
@@ -64,17 +67,17 @@ def _decode(query: torch.Tensor, layer: torch.Tensor, decode: DecodeRows, argume
     return (total / sums[..., None]).view(num_seqs, num_q_heads, head_dim).to(query.dtype)
 
 
-def _without_unwritten(values: torch.Tensor, decode: DecodeRows) -> torch.Tensor:
-    """Zero the places of a last block that nobody has written: 0 x NaN would still be NaN."""
+def _zero_unwritten(values: torch.Tensor, decode: DecodeRows) -> None:
+    """Clear the places of each last block that nobody has written: 0 x NaN would still be NaN."""
     positions = decode.starts[decode.tails, None] + torch.arange(values.shape[2], device=values.device)
     unwritten = positions >= decode.context_lens[:, None]
-    return values.masked_fill(unwritten[:, None, :, None], 0.0)
+    values[decode.tails] = values[decode.tails].masked_fill(unwritten[:, None, :, None], 0.0)
 
 
-def _chunk(query: torch.Tensor, layer: torch.Tensor, chunk: Chunk, arguments: LayerArguments) -> torch.Tensor:
+def _chunk(query: torch.Tensor, layer: LayerCache, chunk: Chunk, arguments: LayerArguments) -> torch.Tensor:
     """`query` is `[num_tokens, num_q_heads, head_dim]`, the new tokens of one sequence."""
     num_tokens, num_q_heads, head_dim = query.shape
-    num_kv_heads, block_size = layer.shape[1], layer.shape[3]
+    num_kv_heads, block_size = layer.num_kv_heads, layer.block_size
     group = num_q_heads // num_kv_heads
     # [num_kv_heads, group * num_tokens, head_dim]: the heads that share K are rows of one product
     grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
@@ -96,9 +99,8 @@ def _chunk(query: torch.Tensor, layer: torch.Tensor, chunk: Chunk, arguments: La
     for tile_start in range(first, context_len, tile_tokens):
         tile_len = min(tile_tokens, context_len - tile_start)
         blocks = chunk.block_table[tile_start // block_size : -(-(tile_start + tile_len) // block_size)]
-        tile = layer[blocks]  # [num_blocks, num_kv_heads, 2, block_size, head_dim]
-        keys = tile[:, :, 0].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :tile_len]
-        values = tile[:, :, 1].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :tile_len]
+        keys = layer.keys(blocks).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :tile_len]
+        values = layer.values(blocks).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :tile_len]
         scores = torch.matmul(grouped, keys.transpose(1, 2)).float() * arguments.scaling
         scores = _softcap(scores, arguments)
         if tile_start + tile_len > chunk.start or arguments.sliding_window is not None:

@@ -8,6 +8,7 @@
            NO_ROOM     nothing can be admitted before the deadline
            BUSY        the waiting queue is at its bound
            ABORTED     the caller left, or its lease ended
+           NO_WORKER   the pool has no worker that can take it
 
 A reason travels as the first word of the status details: "KV_LOST: peer closed". Details are cut at
 `MAX_DETAILS_LENGTH`: gRPC drops a status whose trailers pass 8 KB, and the reason would go with it.
@@ -30,6 +31,7 @@ class Reason(StrEnum):
     BUSY = "BUSY"
     ABORTED = "ABORTED"
     LOST_PEER = "LOST_PEER"  # the stream itself broke: the worker died, or can't be reached
+    NO_WORKER = "NO_WORKER"
     INTERNAL = "INTERNAL"
 
 
@@ -61,6 +63,7 @@ _STATUS = {
     Reason.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.ABORTED: grpc.StatusCode.CANCELLED,
     Reason.LOST_PEER: grpc.StatusCode.UNAVAILABLE,
+    Reason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 

@@ -7,6 +7,7 @@ field is round-trip tested. A message that can't be a request of ours raises `Ma
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
@@ -38,6 +39,21 @@ class Token:
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # None, "stop" or "length"
+
+
+def make_token(
+    index: int,
+    token_id: int,
+    *,
+    generation: int,
+    choice: int = 0,
+    logprob: float | None = None,
+    top_logprobs: Iterable[tuple[int, float]] = (),
+    finish_reason: str | None = None,
+) -> Token:
+    """A token from the sampler's plain values."""
+    top = tuple(TokenLogprob(top_id, value) for top_id, value in top_logprobs)
+    return Token(index, token_id, choice, generation, logprob, top, finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

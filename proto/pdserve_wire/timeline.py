@@ -41,6 +41,7 @@ class RequestTimeline:
     decode_worker: str = ""
     num_prompt_tokens: int = 0
     num_resumes: int = 0
+    num_mismatches: int = 0  # tokens that came twice and unequal
     prefill: PrefillTimings | None = None
     transfer: KvComplete | None = None
     decode: DecodeTimings | None = None

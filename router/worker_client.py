@@ -1,0 +1,87 @@
+"""A worker as the router calls it: dataclasses in, events out, failures as `PdserveError`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from pdserve_pb import worker_pb2 as pb
+from pdserve_pb import worker_pb2_grpc as pb_grpc
+from pdserve_wire.auth import token_metadata
+from pdserve_wire.channel import make_channel
+from pdserve_wire.deadlines import DEADLINES
+from pdserve_wire.errors import Reason, Unavailable, from_status
+from pdserve_wire.messages import (
+    DecodeEvent,
+    KvHandoff,
+    MalformedMessage,
+    PrefillEvent,
+    WorkerRequest,
+    decode_event_from_pb,
+    handoff_to_pb,
+    prefill_event_from_pb,
+    request_to_pb,
+)
+
+Event = TypeVar("Event")
+
+
+class EventStream(Generic[Event]):
+    """One open call. It is the request's lease on the worker: `close` gives it back."""
+
+    def __init__(self, call: Any, from_pb: Callable[[Any], Event]) -> None:
+        self._call = call
+        self._from_pb = from_pb
+
+    def close(self) -> None:
+        """End the call now. Safe in any state, any number of times."""
+        self._call.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Events until the worker ends the call. Raises `PdserveError` when it failed."""
+        try:
+            async for message in self._call:
+                yield self._from_pb(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details()) from error
+        except MalformedMessage as error:
+            raise Unavailable(Reason.INTERNAL, f"the worker sent no message of ours: {error}") from error
+
+
+class WorkerClient:
+    """All calls of one router to one worker process, on one channel."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._channel = make_channel(address)
+        self._metadata = token_metadata(token)
+        self._prefill = pb_grpc.PrefillStub(self._channel)
+        self._decode = pb_grpc.DecodeStub(self._channel)
+        self._control = pb_grpc.ControlStub(self._channel)
+
+    def prefill(self, request: WorkerRequest) -> EventStream[PrefillEvent]:
+        call = self._prefill.Prefill(request_to_pb(request), metadata=self._metadata)
+        return EventStream(call, prefill_event_from_pb)
+
+    def decode(self, request: WorkerRequest, handoff: KvHandoff | None, pull_attempt: int) -> EventStream[DecodeEvent]:
+        """Without a hand-off the worker prefills by itself."""
+        message = pb.DecodeRequest(request=request_to_pb(request), pull_attempt=pull_attempt)
+        if handoff is not None:
+            message.handoff.CopyFrom(handoff_to_pb(handoff))
+        call = self._decode.Decode(message, metadata=self._metadata)
+        return EventStream(call, decode_event_from_pb)
+
+    async def ledger(self) -> str:
+        """The worker's ledger as JSON. Raises `PdserveError`."""
+        try:
+            call = self._control.Ledger(pb.LedgerRequest(), metadata=self._metadata, timeout=DEADLINES.open_s)
+            response: pb.LedgerResponse = await call
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details()) from error
+        return response.json
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
