@@ -1,4 +1,5 @@
-"""Room at decode: a request reserves all the blocks of its prompt, or waits and holds nothing.
+"""Room at decode: a request reserves all the blocks of its prompt and a place to run, or waits and
+holds nothing.
 
 waiting --(room: blocks and a place to run)--> reserved --> pulling --> running
 
@@ -32,7 +33,6 @@ class Reservations:
         self._scheduler = scheduler
         self._waiting: list[_Waiter] = []
         self._arrivals = itertools.count()
-        self._num_pending = 0  # granted, not running yet: they will need a place
         self._room = scheduler.pool.freed.subscribe()
 
     @property
@@ -41,7 +41,8 @@ class Reservations:
 
     @property
     def num_pending(self) -> int:
-        return self._num_pending
+        """Granted, and not running yet."""
+        return self._scheduler.num_reserved
 
     async def reserve(self, num_tokens: int, priority: int) -> list[int]:
         """Wait for the blocks of `num_tokens`, held as `WRITING`. Pair it with `settle`.
@@ -65,8 +66,8 @@ class Reservations:
             raise
 
     def settle(self) -> None:
-        """The reservation has become a running sequence, or is given back."""
-        self._num_pending -= 1
+        """The reservation has become a running sequence by now, or is given back."""
+        self._scheduler.settle()
         self._grant()
 
     async def serve(self) -> None:
@@ -77,9 +78,8 @@ class Reservations:
             self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self._scheduler.num_places > self._num_pending:
+        while self._waiting:
             blocks = self._scheduler.reserve(self._waiting[0].num_tokens, Holder.WRITING)
             if blocks is None:
                 return
-            self._num_pending += 1
             heapq.heappop(self._waiting).granted.set_result(blocks)

@@ -76,19 +76,29 @@ class DecodeService(pb_grpc.DecodeServicer):
 
         await self._gate.serve(message.request, live, context)
 
-    async def _continue(self, request: WorkerRequest, handoff: KvHandoff, pull_attempt: int, context: DecodeContext) -> None:
+    async def _continue(
+        self, request: WorkerRequest, handoff: KvHandoff, pull_attempt: int, context: DecodeContext
+    ) -> None:
         """The request's prompt was, or is being, computed elsewhere."""
-        self._refuse_if_impossible(request)
-        await _send(context, Accepted())
         sequence = _sequence(request)
         try:
-            result = await self._pull(request, handoff, pull_attempt, sequence)
-            completed_at = time.monotonic()
-            first = _first_tokens(result.done.payload)
-            sequence.token_ids += [token.token_id for token in first]
-            is_over = first[-1].finish_reason is not None
-            if not is_over:
-                self._engine.loop.submit_computed(sequence)
+            self._engine.scheduler.check(sequence)
+        except RequestRefused as error:
+            raise Refused(str(error)) from error
+        await _send(context, Accepted())
+        try:
+            with self._in_state("waiting", request):
+                blocks = await self.reservations.reserve(handoff.num_tokens + 1, request.priority)
+            try:
+                result = await self._pull(request, handoff, pull_attempt, sequence, blocks)
+                completed_at = time.monotonic()
+                first = _first_tokens(result.done.payload)
+                sequence.token_ids += [token.token_id for token in first]
+                is_over = first[-1].finish_reason is not None
+                if not is_over:
+                    self._engine.loop.submit_computed(sequence)
+            finally:
+                self.reservations.settle()  # not before the sequence has taken its place
             await _send(context, _kv_complete(result))
             await _send(context, Tokens(first))
             if not is_over:
@@ -111,15 +121,12 @@ class DecodeService(pb_grpc.DecodeServicer):
         finally:
             self._engine.loop.abort(sequence)
 
-    async def _pull(self, request: WorkerRequest, handoff: KvHandoff, pull_attempt: int, sequence: Sequence) -> PullResult:
-        """Wait for room, then for the KV. The blocks are the sequence's, held as `SEQUENCE`, on return."""
-        with self._in_state("waiting", request):
-            blocks = await self.reservations.reserve(handoff.num_tokens + 1, request.priority)
-        try:
-            with self._in_state("pulling", request):
-                result = await self._puller.pull(handoff, pull_attempt, blocks)
-        finally:
-            self.reservations.settle()
+    async def _pull(
+        self, request: WorkerRequest, handoff: KvHandoff, pull_attempt: int, sequence: Sequence, blocks: list[int]
+    ) -> PullResult:
+        """Wait for the KV. The blocks are the sequence's, held as `SEQUENCE`, on return."""
+        with self._in_state("pulling", request):
+            result = await self._puller.pull(handoff, pull_attempt, blocks)
         sequence.block_tables = (blocks,)
         sequence.num_computed_tokens = handoff.num_tokens
         if result.done.num_tokens != handoff.num_tokens:
@@ -127,7 +134,12 @@ class DecodeService(pb_grpc.DecodeServicer):
         return result
 
     async def _stream(
-        self, request: WorkerRequest, sequence: Sequence, context: DecodeContext, since: float, is_prefilled_here: bool = False
+        self,
+        request: WorkerRequest,
+        sequence: Sequence,
+        context: DecodeContext,
+        since: float,
+        is_prefilled_here: bool = False,
     ) -> None:
         """Send tokens as they are made, until the last. `since` is when the sequence was queued."""
         index = sequence.num_output_tokens
@@ -162,16 +174,12 @@ class DecodeService(pb_grpc.DecodeServicer):
             raise Refused(str(error)) from error
         if (field := first_mismatch(self._layout, handoff.layout)) is not None:
             theirs, ours = getattr(handoff.layout, field), getattr(self._layout, field)
-            raise Refused(f"layout.{field}: prefill has {theirs}, decode has {ours}; pair workers of one model and form")
+            raise Refused(
+                f"layout.{field}: prefill has {theirs}, decode has {ours}; pair workers of one model and form"
+            )
         if handoff.num_tokens != len(request.token_ids):
             raise Refused(f"handoff.num_tokens {handoff.num_tokens} is not the request's {len(request.token_ids)}")
         return handoff
-
-    def _refuse_if_impossible(self, request: WorkerRequest) -> None:
-        try:
-            self._engine.scheduler.check(request.num_prompt_tokens, request.sampling.max_tokens)
-        except RequestRefused as error:
-            raise Refused(str(error)) from error
 
     def _let_go(self, sequence: Sequence) -> None:
         """Give up a sequence in whatever state: running, finished, or not handed to the scheduler yet."""

@@ -26,6 +26,11 @@ class BatchItem:
     def num_new_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_prompt(self) -> bool:
+        """A part of a prompt, or of a sequence that is computed again; not one decode token."""
+        return len(self.token_ids) > 1 or self.start < self.sequence.num_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

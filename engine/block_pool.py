@@ -38,7 +38,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, poison: Callable[[list[int]], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.freed = Signal()  # notified whenever a block becomes free
+        self.freed = Signal()  # notified whenever holds are dropped: what waits for room may look again
         self._poison = poison
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_holds = [0] * num_blocks
@@ -48,6 +48,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can still become free: all but the quarantined."""
+        return self.num_blocks - self._num_held[Holder.QUARANTINED]
 
     def num_held(self, holder: Holder) -> int:
         """How many blocks have at least one holder of this kind."""
@@ -64,17 +69,15 @@ class BlockPool:
         blocks = self._free[split:]
         del self._free[split:]
         blocks.reverse()
-        self.hold(blocks, holder)
+        for block in blocks:
+            self._add(block, holder)
         return blocks
 
     def hold(self, blocks: Iterable[int], holder: Holder) -> None:
-        """Add one hold of this kind to each block."""
-        holds = self._holds[holder]
+        """Add one hold of this kind to each block. Somebody must have the block already."""
         for block in blocks:
-            if holds[block] == 0:
-                self._num_held[holder] += 1
-            holds[block] += 1
-            self._num_holds[block] += 1
+            assert self._num_holds[block] > 0, f"block {block} is free: allocate it"
+            self._add(block, holder)
 
     def release(self, blocks: Iterable[int], holder: Holder) -> None:
         """Drop one hold of this kind from each block; those without any holder become free."""
@@ -83,9 +86,7 @@ class BlockPool:
             self._drop(block, holder)
             if self._num_holds[block] == 0:
                 freed.append(block)
-        if not freed:
-            return
-        if self._poison is not None:
+        if freed and self._poison is not None:
             self._poison(freed)
         self._free.extend(reversed(freed))
         self.freed.notify()
@@ -96,6 +97,7 @@ class BlockPool:
         self.hold(blocks, target)
         for block in blocks:
             self._drop(block, source)
+        self.freed.notify()
 
     def ledger(self) -> dict[str, int]:
         """Blocks by state, each counted once by the precedence of `Holder`. The sum is the pool."""
@@ -116,6 +118,13 @@ class BlockPool:
         if self._num_holds[block] == 0:
             return FREE
         return next(holder.value for holder in Holder if self._holds[holder][block])
+
+    def _add(self, block: int, holder: Holder) -> None:
+        holds = self._holds[holder]
+        if holds[block] == 0:
+            self._num_held[holder] += 1
+        holds[block] += 1
+        self._num_holds[block] += 1
 
     def _drop(self, block: int, holder: Holder) -> None:
         holds = self._holds[holder]

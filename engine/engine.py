@@ -1,8 +1,8 @@
 """One model on one group of devices: puts the parts together.
 
-    engine = Engine.load(config)      # blocking: weights, probe, self-test, cache
-    engine.loop.start()               # on a running event loop
-    engine.loop.submit(sequence)      # then read sequence.output
+engine = Engine.load(config)      # blocking: weights, probe, self-test, cache
+engine.loop.start()               # on a running event loop
+engine.loop.submit(sequence)      # then read sequence.output
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class Engine:
         """Raises `ModelRefused` for a model that would be served wrongly, `EngineError` for options
         that can't work together. Takes seconds; call it off the event loop.
         """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        return cls.build(load_model(config), config)
+
+    @classmethod
+    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Engine:
+        """An engine around a loaded model, which it takes over: one engine a model. Raises as `load`."""
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise EngineError(
                 f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs {config.max_num_seqs}: "
                 "each running sequence needs one token a step"
             )
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        loaded = load_model(config)
         shape = KvShape(
             num_layers=len(loaded.plan.cache_layers),
             num_kv_heads=max(loaded.plan.num_kv_heads.values()),
@@ -51,7 +55,9 @@ class Engine:
         )
         num_blocks = config.num_blocks or int(config.kv_cache_gb * 1e9) // shape.block_nbytes
         if num_blocks < 2:
-            raise EngineError(f"--kv-cache-gb {config.kv_cache_gb} holds {num_blocks} blocks of {shape.block_nbytes} bytes; raise it")
+            raise EngineError(
+                f"--kv-cache-gb {config.kv_cache_gb} holds {num_blocks} blocks of {shape.block_nbytes} bytes; raise it"
+            )
         cache = KvCache(shape, num_blocks)
         runner = ModelRunner(loaded, cache)
         runner.self_test()

@@ -109,7 +109,12 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def _call_attached(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     attention: AttentionCallable = module.pdserve_attention
     return attention(module, query, key, value, attention_mask, **kwargs)
@@ -125,7 +130,9 @@ def _probe(model: Any, text_config: Any) -> AttentionPlan:
         with torch.inference_mode():
             model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=torch.tensor([0]))
     except (TypeError, AttributeError, KeyError, RuntimeError, IndexError) as error:
-        raise ModelRefused(f"{text_config.model_type}: the model's code does not run with our attention: {error}") from error
+        raise ModelRefused(
+            f"{text_config.model_type}: the model's code does not run with our attention: {error}"
+        ) from error
     return plan_attention(text_config, probe.calls)
 
 

@@ -61,7 +61,9 @@ class ModelRunner:
                 ours.append(self._forward((BatchItem(sequence, token_ids[start:end], start, (table,), True),)))
             use_reference_attention(self.loaded, True)
             ends = torch.tensor(list(itertools.accumulate(_SELF_TEST_CHUNKS))) - 1
-            reference = self.loaded.model(input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=ends).logits[0]
+            reference = self.loaded.model(
+                input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=ends
+            ).logits[0]
             use_reference_attention(self.loaded, False)
         error = (torch.cat(ours).float() - reference.float()).norm() / reference.float().norm()
         limit = 1e-3 if self.loaded.dtype == torch.float32 else 0.1
@@ -78,7 +80,9 @@ class ModelRunner:
             [list(itertools.chain.from_iterable(range(item.start, item.start + item.num_new_tokens) for item in items))]
         )
         ends = list(itertools.accumulate(item.num_new_tokens for item in items))
-        keep = torch.tensor([end - 1 for end, item in zip(ends, items, strict=True) if item.is_sampled], dtype=torch.int64)
+        keep = torch.tensor(
+            [end - 1 for end, item in zip(ends, items, strict=True) if item.is_sampled], dtype=torch.int64
+        )
         self._attention.context = make_context(items, positions[0], self._block_size)
         logits: torch.Tensor = self.loaded.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep
@@ -111,7 +115,9 @@ def make_context(items: tuple[BatchItem, ...], positions: torch.Tensor, block_si
             rows.append(begin)
             lens.append(item.start + 1)
         else:
-            slot_blocks += [table[position // block_size] for position in range(item.start, item.start + item.num_new_tokens)]
+            slot_blocks += [
+                table[position // block_size] for position in range(item.start, item.start + item.num_new_tokens)
+            ]
             num_blocks = -(-(item.start + item.num_new_tokens) // block_size)
             chunks.append(Chunk(slice(begin, end), item.start, torch.tensor(table[:num_blocks])))
     decode = None

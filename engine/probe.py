@@ -35,7 +35,12 @@ class MaskRecord(torch.Tensor):
 
 
 def record_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    **_: Any,
 ) -> MaskRecord:
     """Registered with transformers as the probe's mask function."""
     mask: MaskRecord = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool).as_subclass(MaskRecord)
@@ -63,7 +68,13 @@ class ProbeAttention:
     calls: list[AttentionCall] = field(default_factory=list)
 
     def __call__(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         self.calls.append(
             AttentionCall(

@@ -35,10 +35,14 @@ class Sampler:
         token_ids = logits.argmax(-1).tolist()
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_greedy]
         if drawn:
-            for row, token_id in zip(drawn, _draw(logits[drawn].float(), [sequences[row] for row in drawn]), strict=True):
+            for row, token_id in zip(
+                drawn, _draw(logits[drawn].float(), [sequences[row] for row in drawn]), strict=True
+            ):
                 token_ids[row] = token_id
         return [
-            SampledToken(token_id) if sequence.sampling.logprobs is None else _with_logprobs(raw[row], token_id, sequence.sampling)
+            SampledToken(token_id)
+            if sequence.sampling.logprobs is None
+            else _with_logprobs(raw[row], token_id, sequence.sampling)
             for row, (token_id, sequence) in enumerate(zip(token_ids, sequences, strict=True))
         ]
 
@@ -48,7 +52,8 @@ class Sampler:
         for token_id, bias in sampling.logit_bias.items():
             logits[token_id] += bias
         if sequence.num_output_tokens < sampling.min_tokens:
-            logits[sorted({*self._eos_token_ids, *sampling.stop_token_ids})] = _NEVER
+            ends = {*self._eos_token_ids, *sampling.stop_token_ids}
+            logits[sorted(token_id for token_id in ends if token_id < len(logits))] = _NEVER
         if sampling.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(set(sequence.token_ids)))
             score = logits[seen]
@@ -95,36 +100,38 @@ def _candidates(scaled: torch.Tensor, sampling: list[SamplingParams]) -> tuple[t
     """The likeliest tokens of each row: ids `[num_rows, n]`, which of them the filters keep, and
     whether nothing outside could have been kept.
     """
-    n = min(_NUM_CANDIDATES, scaled.shape[-1])
-    values, token_ids = scaled.topk(n)  # descending
-    top_k = torch.tensor([min(s.top_k, scaled.shape[-1]) or scaled.shape[-1] for s in sampling])
+    vocab_size = scaled.shape[-1]
+    n = min(_NUM_CANDIDATES, vocab_size)
+    token_ids = scaled.topk(n).indices.sort(-1).values
+    values, order = scaled.gather(1, token_ids).sort(stable=True, dim=-1, descending=True)  # equal ones by token id
+    token_ids = token_ids.gather(1, order)
+    has_top_k = torch.tensor([0 < s.top_k < vocab_size for s in sampling])
+    top_k = torch.tensor([min(s.top_k or n, n) for s in sampling])
     # top-k keeps what ties with the k-th value, as transformers does
-    threshold = values.gather(1, (top_k.clamp(max=n) - 1)[:, None])
-    has_top_k = torch.tensor([s.top_k > 0 for s in sampling])
-    in_top_k = ~has_top_k[:, None] | (values >= threshold)
-    inside = torch.where(in_top_k, values, _NEVER)
-    log_sum = torch.where(has_top_k, inside.logsumexp(-1), scaled.logsumexp(-1))
-    probs = torch.exp(inside - log_sum[:, None])
-    before = probs.cumsum(-1) - probs
-    top_p = torch.tensor([s.top_p for s in sampling])[:, None]
+    threshold = torch.where(has_top_k, values.gather(1, top_k[:, None] - 1)[:, 0], _NEVER)
+    in_top_k = values >= threshold[:, None]
+    log_sum = torch.where(has_top_k, torch.where(in_top_k, values, _NEVER).logsumexp(-1), scaled.logsumexp(-1))
+    probs = torch.exp(values - log_sum[:, None])
+    before = probs.cumsum(-1, dtype=torch.float64) - probs
+    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else 2.0 for s in sampling], dtype=torch.float64)[:, None]
     min_p = torch.tensor([s.min_p for s in sampling])[:, None]
-    kept = in_top_k & ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
+    kept = in_top_k & (before < top_p) & (probs >= min_p * probs[:, :1])
     kept[:, 0] = True
-    # exact when the last candidate is out: everything outside is no likelier than it
-    is_exact = (~kept[:, -1] | (n == scaled.shape[-1])).tolist()
-    return token_ids, kept, is_exact
+    # nothing outside is likelier than the last candidate, so a cut above that one is final
+    cut = torch.where(has_top_k, threshold, torch.where(kept, values, torch.inf).amin(-1))
+    return token_ids, kept, ((cut > values[:, -1]) | (n == vocab_size)).tolist()
 
 
 def _draw_exactly(scaled: torch.Tensor, sequence: Sequence) -> int:
     """The same filters over the whole sorted vocabulary: for the rare row that needs it."""
     sampling = sequence.sampling
-    values, token_ids = scaled.sort(descending=True)
+    values, token_ids = scaled.sort(stable=True, descending=True)
     kept = torch.ones_like(values, dtype=torch.bool)
-    if sampling.top_k:
-        kept &= values >= values[min(sampling.top_k, len(values)) - 1]
+    if 0 < sampling.top_k < len(values):
+        kept &= values >= values[sampling.top_k - 1]
     probs = torch.where(kept, values, _NEVER).softmax(-1)
     if sampling.top_p < 1.0:
-        kept &= probs.cumsum(-1) - probs < sampling.top_p
+        kept &= probs.cumsum(-1, dtype=torch.float64) - probs < sampling.top_p
     kept &= probs >= sampling.min_p * probs[0]
     kept[0] = True
     ids = token_ids[kept]

@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Every block has arrived and is verified. `transfer_s` runs from OPEN to the end of DONE.
+    """Every block has arrived and is verified. `transfer_s` includes the making of a connection.
 
     `num_blocks_before_prefill_end` counts the blocks that went on their way before prefill was finished.
     """

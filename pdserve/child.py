@@ -204,10 +204,15 @@ def _start(spec: ChildSpec, log_fd: int, beat_fd: int, ready_fd: int) -> subproc
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environment},
+            env={**_own_environment(), "PYTHONUNBUFFERED": "1", **spec.environment},
             pass_fds=fds,
             process_group=0,  # a terminal's Ctrl-C is for the parent, which drains
         )
+
+
+def _own_environment() -> dict[str, str]:
+    """Ours, without what Ray tells its own processes: a child of a Ray actor is no part of Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 def _describe(code: int) -> str:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pdserve.options import InvalidOption, Options, group, option, parse_address
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ROLES = ("prefill", "decode", "both")
 TRANSPORTS = ("auto", "tcp", "ucx")
+MODEL_HELP = "the model: 'bundled', a folder in Hugging Face form, a .gguf file, or a hub id (org/name)"
 
 
 def _max_model_len() -> Any:
@@ -53,7 +54,7 @@ class EngineOptions(Options):
 
     model: str = option(
         "bundled",
-        help="what to serve: 'bundled', a folder in Hugging Face form, a .gguf file, or a hub id (org/name)",
+        help=MODEL_HELP,
     )
     dtype: str = option(
         "auto",
@@ -112,6 +113,10 @@ class EngineOptions(Options):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least --max-num-seqs "
                 f"({self.max_num_seqs}): each running request needs one token a step"
             )
+
+    def with_model(self, model: str, num_threads: int) -> EngineOptions:
+        """These options for a worker whose model and number of threads are settled."""
+        return replace(self, model=model, num_threads=num_threads)
 
     def engine_config(self, folder: Path) -> EngineConfig:
         """What the engine is told; `folder` is what `resolve_model(self.model)` gave."""
@@ -268,6 +273,34 @@ class RunOptions(AskOptions):
     """One engine in this process."""
 
     engine: EngineOptions = group(EngineOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """Which server to talk to."""
+
+    url: str = option("http://127.0.0.1:8000", help="the server's address")
+    cluster_token_file: Path | None = option(
+        None, parse=Path, help="file with the cluster token: needed for what operators see of a server elsewhere"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(AskOptions, ServerOptions):
+    """A question to a server."""
+
+    model: str | None = option(None, help="the model's name; the one that is served if not set")
+    api_key: str | None = option(None, help="key that the server asks for; $PDSERVE_API_KEY if not set")
+    timeline: bool = option(
+        False, parse=bool, help="afterwards, draw where the request's time went, in ms, and what was moved"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(ServerOptions):
+    """A look at a server."""
+
+    json: bool = option(False, parse=bool, help="print the server's answer as it is")
 
 
 def model_name(model: str, served_model_name: str | None) -> str:

@@ -51,7 +51,9 @@ class LocalGenerator:
                         continue
                     if timeline.prefill is None:
                         started_at = sequence.output.started_at
-                        timeline.prefill = PrefillTimings(started_at - timeline.admitted_at, output.ended_at - started_at)
+                        timeline.prefill = PrefillTimings(
+                            started_at - timeline.admitted_at, output.ended_at - started_at
+                        )
                     timeline.token_times += [time.monotonic()] * len(output.tokens)
                     tokens = tuple(
                         make_token(

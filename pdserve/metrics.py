@@ -27,15 +27,27 @@ class WorkerCollector(Collector):
         yield self._gauge("pdserve_num_requests_running", "Requests in the running batch", load.num_running)
         yield self._gauge("pdserve_kv_cache_usage_ratio", "Blocks that are not free, of all", held / load.num_blocks)
         yield self._gauge("pdserve_step_age_seconds", "How long the running step has been running", load.step_age_s)
-        blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks by state; the sum is the pool", labels=(*_LABELS, "state"))
+        blocks = GaugeMetricFamily(
+            "pdserve_kv_blocks", "KV blocks by state; the sum is the pool", labels=(*_LABELS, "state")
+        )
         for name, number in load.kv_blocks.items():
             blocks.add_metric((*self._labels, name), number)
         yield blocks
-        yield self._counter("pdserve_preemptions", "Sequences whose blocks were taken and that are computed again", load.num_preemptions)
-        yield self._counter("pdserve_worker_prompt_tokens", "Prompt tokens computed by this worker", load.num_prompt_tokens)
-        yield self._counter("pdserve_worker_generation_tokens", "Tokens sampled by this worker", load.num_generation_tokens)
-        yield self._counter("pdserve_kv_checksum_failures", "Blocks whose bytes were not those sent", counters.num_checksum_failures)
-        moved = CounterMetricFamily("pdserve_kv_transfer_bytes", "KV bytes that arrived", labels=(*_LABELS, "transport"))
+        yield self._counter(
+            "pdserve_preemptions", "Sequences whose blocks were taken and that are computed again", load.num_preemptions
+        )
+        yield self._counter(
+            "pdserve_worker_prompt_tokens", "Prompt tokens computed by this worker", load.num_prompt_tokens
+        )
+        yield self._counter(
+            "pdserve_worker_generation_tokens", "Tokens sampled by this worker", load.num_generation_tokens
+        )
+        yield self._counter(
+            "pdserve_kv_checksum_failures", "Blocks whose bytes were not those sent", counters.num_checksum_failures
+        )
+        moved = CounterMetricFamily(
+            "pdserve_kv_transfer_bytes", "KV bytes that arrived", labels=(*_LABELS, "transport")
+        )
         moved.add_metric((*self._labels, self._state.puller.transport_name), counters.num_bytes)
         yield moved
         yield self._counter("pdserve_kv_transfers", "Pulls that arrived whole", counters.num_pulls)

@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may use: of its affinity and its control group."""
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return num_cores
+    return num_cores if quota == "max" else max(1, min(num_cores, int(quota) // int(period)))
 
 
 def descendants(pid: int) -> set[int]:
@@ -31,13 +42,13 @@ def descendants(pid: int) -> set[int]:
 
 
 class Watchlist:
-    """Processes that must end. Holds a descriptor of each, so that a process id used again is no confusion."""
+    """Processes that must end. Holds a descriptor of each, so that an id that is used again confuses nobody."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        self._fds: dict[int, int] = {}  # descriptor -> process id
+        self._pids: dict[int, int] = {}  # by descriptor
         for pid in pids:
             try:
-                self._fds[os.pidfd_open(pid)] = pid
+                self._pids[os.pidfd_open(pid)] = pid
             except ProcessLookupError:
                 pass  # it has ended
 
@@ -45,27 +56,26 @@ class Watchlist:
         """Blocks until all have ended or the time is up; the ids of those that are left."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
-        for fd in self._fds:
+        left = dict(self._pids)
+        for fd in left:
             poll.register(fd, select.POLLIN)
-        left = dict(self._fds)
-        while left:
-            ended = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ended:
-                break
+        while left and (ended := poll.poll(max(0.0, deadline - time.monotonic()) * 1000)):
             for fd, _ in ended:
                 poll.unregister(fd)
                 del left[fd]
         return set(left.values())
 
-    def kill(self) -> None:
-        """SIGKILL to those that are left."""
-        for fd in self._fds:
-            try:
+    def end(self, timeout_s: float) -> set[int]:
+        """Wait, kill those that are left, and close; the ids of those that had to be killed."""
+        left = self.wait(timeout_s)
+        for fd, pid in self._pids.items():
+            if pid in left:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        self.wait(timeout_s)
+        self.close()
+        return left
 
     def close(self) -> None:
-        for fd in self._fds:
+        for fd in self._pids:
             os.close(fd)
-        self._fds.clear()
+        self._pids.clear()

@@ -11,7 +11,9 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -71,14 +73,30 @@ def layout_of(engine: Engine) -> Layout:
     )
 
 
+def make_transport() -> Transport:
+    """The transport of `--transport auto` and `tcp`, with the one table of deadlines."""
+    return TcpTransport(
+        TransferDeadlines(
+            connect_s=DEADLINES.connect_s,
+            open_s=DEADLINES.open_s,
+            peer_timeout_s=DEADLINES.peer_timeout_s,
+            working_interval_s=DEADLINES.working_interval_s,
+            release_s=DEADLINES.release_s,
+            stuck_step_s=DEADLINES.stuck_step_s,
+        )
+    )
+
+
 async def _run(options: WorkerOptions) -> int:
     stop = stop_on_signals()
     beats = asyncio.create_task(beat(options.beat_fd)) if options.beat_fd is not None else None
     try:
         token = read_token(options.cluster_token_file)
         engine = await asyncio.get_running_loop().run_in_executor(None, _load, options)
-        worker = _Worker(options, engine, token)
-        return await worker.serve(stop)
+        worker = WorkerServer(options, engine, token, make_transport())
+        async with worker.serving(stop):
+            await stop.wait()
+        return 1 if worker.state.is_leaking else 0
     finally:
         if beats is not None:
             beats.cancel()
@@ -123,67 +141,61 @@ class _Control(pb_grpc.ControlServicer):
         return pb.DrainResponse()
 
 
-class _Worker:
+class WorkerServer:
     """The parts of a worker, put together."""
 
-    def __init__(self, options: WorkerOptions, engine: Engine, token: str) -> None:
-        self._options = options
-        self._engine = engine
-        self._token = token
-        self._epoch = secrets.randbits(63)
-        self._layout = layout_of(engine)
-        self._model_name = model_name(options.engine.model, options.served_model_name)
-        self._transport: Transport = TcpTransport(
-            TransferDeadlines(
-                connect_s=DEADLINES.connect_s,
-                open_s=DEADLINES.open_s,
-                peer_timeout_s=DEADLINES.peer_timeout_s,
-                working_interval_s=DEADLINES.working_interval_s,
-                release_s=DEADLINES.release_s,
-                stuck_step_s=DEADLINES.stuck_step_s,
-            )
-        )
-        gate = Gate(Leases(), self._model_name, engine.loaded.vocab_size, options.max_waiting)
-        puller = Puller(engine, self._transport, self._layout)
-        self._state = WorkerState(
+    def __init__(self, options: WorkerOptions, engine: Engine, token: str, transport: Transport) -> None:
+        model = model_name(options.engine.model, options.served_model_name)
+        epoch = secrets.randbits(63)
+        layout = layout_of(engine)
+        gate = Gate(Leases(), model, engine.loaded.vocab_size, options.max_waiting)
+        puller = Puller(engine, transport, layout)
+        self.state = WorkerState(
             worker_id=options.worker_id or f"{options.role}-{secrets.token_hex(4)}",
             role=options.role,
             engine=engine,
             gate=gate,
-            table=HandoffTable(engine, self._layout, self._epoch),
+            table=HandoffTable(engine, layout, epoch),
             puller=puller,
-            decode=DecodeService(engine, puller, gate, self._layout),
+            decode=DecodeService(engine, puller, gate, layout),
+        )
+        self._options = options
+        self._token = token
+        self._transport = transport
+        self._hello = WorkerHello(
+            worker_id=self.state.worker_id,
+            role=options.role,
+            grpc_address="",
+            transfer_address="",
+            metrics_address="",
+            epoch=epoch,
+            pid=os.getpid(),
+            model=model,
+            max_model_len=engine.loaded.max_model_len,
+            layout=layout,
         )
 
-    async def serve(self, stop: asyncio.Event) -> int:
-        """Until `stop`, then drain. Returns the exit code."""
-        options, state = self._options, self._state
+    @asynccontextmanager
+    async def serving(self, stop: asyncio.Event) -> AsyncIterator[WorkerHello]:
+        """Serve until the block ends, then drain. Sets `stop` when only a new process helps."""
+        options, state, engine = self._options, self.state, self.state.engine
         transfer_address = await self._listen_for_transfers()
         server = make_server(self._token)
         if options.role == "prefill":
-            identity = HandoffIdentity(transfer_address, self._epoch, self._layout)
-            pb_grpc.add_PrefillServicer_to_server(PrefillService(self._engine, state.table, state.gate, identity), server)
+            identity = HandoffIdentity(transfer_address, self._hello.epoch, self._hello.layout)
+            pb_grpc.add_PrefillServicer_to_server(PrefillService(engine, state.table, state.gate, identity), server)
         else:
             pb_grpc.add_DecodeServicer_to_server(state.decode, server)
         pb_grpc.add_ControlServicer_to_server(_Control(state, stop), server)
-        grpc_host, _ = split_address(options.grpc)
-        grpc_port = server.add_insecure_port(options.grpc)
-        metrics_address = self._serve_metrics()
-        self._engine.loop.start()
-        await server.start()
-        hello = WorkerHello(
-            worker_id=state.worker_id,
-            role=options.role,
-            grpc_address=f"{options.advertise}:{grpc_port}",
+        hello = replace(
+            self._hello,
+            grpc_address=f"{options.advertise}:{server.add_insecure_port(options.grpc)}",
             transfer_address=transfer_address,
-            metrics_address=metrics_address,
-            epoch=self._epoch,
-            pid=os.getpid(),
-            model=self._model_name,
-            max_model_len=self._engine.loaded.max_model_len,
-            layout=self._layout,
+            metrics_address=self._serve_metrics(),
         )
-        logger.info("serving on %s:%d, transfers on %s, metrics on %s", grpc_host, grpc_port, transfer_address, metrics_address)
+        engine.loop.start()
+        await server.start()
+        logger.info("serving on %s, transfers on %s", hello.grpc_address, hello.transfer_address)
         reporter = Reporter(hello, state.load, state.gate.leases, self._token)
         tasks = [
             asyncio.create_task(reporter.run(options.routers)),
@@ -191,30 +203,33 @@ class _Worker:
             asyncio.create_task(state.decode.reservations.serve()),
             asyncio.create_task(self._watch(stop)),
         ]
-        await stop.wait()
-        await self._drain(reporter)
-        await server.stop(0.5)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._transport.close()
-        await self._engine.loop.stop()
-        return 1 if state.is_leaking else 0
+        try:
+            yield hello
+            await self._drain(reporter)
+        finally:
+            await server.stop(0.5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._transport.close()
+            await engine.loop.stop()
+            self._metrics_server.shutdown()
+            self._metrics_server.server_close()
 
     async def _listen_for_transfers(self) -> str:
         host, port = split_address(self._options.transfer)
-        bound = await self._transport.listen(host, port, self._state.table)
+        bound = await self._transport.listen(host, port, self.state.table)
         return f"{self._options.advertise}:{split_address(bound)[1]}"
 
     def _serve_metrics(self) -> str:
         registry = CollectorRegistry()
-        registry.register(WorkerCollector(self._state, self._model_name))
+        registry.register(WorkerCollector(self.state, self._hello.model))
         host, port = split_address(self._options.metrics)
-        server, _ = start_http_server(port, host, registry)
-        return f"{self._options.advertise}:{server.server_port}"
+        self._metrics_server, _ = start_http_server(port, host, registry)
+        return f"{self._options.advertise}:{self._metrics_server.server_port}"
 
     async def _drain(self, reporter: Reporter) -> None:
-        gate = self._state.gate
+        gate = self.state.gate
         gate.is_draining = True
         reporter.report_now()
         if gate.leases:
@@ -230,13 +245,13 @@ class _Worker:
         last = _Rates()
         while True:
             await asyncio.sleep(LOG_INTERVAL_S)
-            if self._state.is_leaking:
+            if self.state.is_leaking:
                 logger.error("more than 5 % of the KV blocks are quarantined: draining, to be restarted")
                 stop.set()
             last = self._log_load(last)
 
     def _log_load(self, last: _Rates) -> _Rates:
-        load = self._state.load()
+        load = self.state.load()
         now = _Rates(load.num_prompt_tokens, load.num_generation_tokens, load.num_transfer_bytes)
         if now != last:
             logger.info(

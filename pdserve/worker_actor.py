@@ -4,11 +4,11 @@ Ray places the actor, keeps its resources and starts it again when it ends; the 
 that Ray knows nothing of, so Ray is never on a token's path.
 
 1. The actor starts `pdserve worker` and reads its beats (`WatchedChild`).
-2. The child dies, or is killed for its silence: the actor process ends, and Ray starts the actor anew, anywhere
-   in the cluster, which starts a new child, which joins the routers.
+2. The child dies, or is killed for its silence: the actor process ends, and Ray starts the actor anew, on any
+   node with room, which starts a new child, which joins the routers.
 3. The actor process dies: the kernel kills the child; the rest as in 2.
-4. The driver dies: Ray ends its actors; the rest as in 3, without a new start.
-5. `stop` drains the child; then whoever called it kills the actor for good.
+4. The driver dies: Ray ends its actors, the kernel their children.
+5. `stop` drains the child; whoever called it then ends the actor for good.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.util import get_node_ip_address
+from ray.exceptions import RayActorError
 
 from pdserve.child import ChildEnd, ChildSpec, WatchedChild
 
-LAST_WORDS_S = 0.5  # between the child's end and the actor's: `watch` tells why
+LAST_WORDS_S = 0.5  # between the child's end and the actor's, so that `watch` can tell why
 
 
-@ray.remote(max_restarts=-1, max_concurrency=4)
 class WorkerActor:
-    """Its methods block, each in a thread of Ray's. Arguments travel through Ray's control store."""
+    """One method call, one thread of Ray's; each may block."""
 
-    def __init__(self, spec: ChildSpec, is_on_other_machines: bool) -> None:
-        """`is_on_other_machines`: the child tells the address of this node, and logs to a folder of its own."""
-        if is_on_other_machines:
+    def __init__(self, spec: ChildSpec, is_on_any_node: bool) -> None:
+        """With `is_on_any_node` the child is told this node's address, and logs to a folder made here."""
+        if is_on_any_node:
             folder = Path(tempfile.mkdtemp(prefix="pdserve-"))
-            advertise = f"--advertise={get_node_ip_address()}"
+            advertise = f"--advertise={ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
             spec = replace(spec, arguments=(*spec.arguments, advertise), log_file=folder / spec.log_file.name)
         self._child = WatchedChild(spec)
         self._child.start()
         threading.Thread(target=self._end_with_child, name="end with child", daemon=True).start()
 
     def wait_started(self) -> int:
-        """The child's process id, once it has beaten for the first time."""
-        return self._child.started.result()
+        """The child's process id, once it has beaten. Of one that has ended nothing is told: the next one will do."""
+        pid = self._child.started.result()
+        if self._child.ended.done():
+            threading.Event().wait()  # until this process ends
+        return pid
 
     def watch(self) -> ChildEnd:
-        """Returns when the child has ended, whatever the reason; soon after, so does the actor."""
+        """Returns when the child has ended; unless it was asked to, so does the actor, a moment later."""
         return self._child.ended.result()
 
     def stop(self) -> ChildEnd:
@@ -57,4 +60,57 @@ class WorkerActor:
         end = self._child.ended.result()
         if not end.was_asked:
             threading.Event().wait(LAST_WORDS_S)
-            os._exit(1)  # for Ray: an end that nobody wanted
+            os._exit(1)  # to Ray an end that nobody wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlace:
+    """What Ray keeps for an actor, and whether it may choose among nodes."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    is_on_any_node: bool = False
+
+
+class WorkerHandle:
+    """A worker's actor, as its driver sees it. For one event loop of a process that `ray.init` connected."""
+
+    def __init__(self, spec: ChildSpec, place: ActorPlace) -> None:
+        """Ask Ray for the actor; it comes when there is room."""
+        self.name = spec.name
+        self._actor: Any = (
+            ray.remote(WorkerActor)
+            .options(
+                max_restarts=-1,
+                max_concurrency=4,
+                num_cpus=place.num_cpus,
+                num_gpus=place.num_gpus,
+                scheduling_strategy="SPREAD" if place.is_on_any_node else "DEFAULT",
+            )
+            .remote(spec, place.is_on_any_node)
+        )
+
+    async def wait_started(self) -> int:
+        """The process id of the child, also of one that a restarted actor is yet to start."""
+        pid: int = await self._actor.wait_started.options(max_task_retries=-1).remote()
+        return pid
+
+    async def wait_ended(self) -> ChildEnd:
+        """How the present child, or its actor, ended. Ray then starts both anew."""
+        try:
+            end: ChildEnd = await self._actor.watch.remote()
+        except RayActorError:
+            return ChildEnd("its actor ended", "")
+        return end
+
+    async def stop(self) -> None:
+        """Drain the child and end the actor; Ray starts no other."""
+        try:
+            await self._actor.stop.remote()
+        except RayActorError:
+            pass  # between two lives: there is nothing to drain
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor for good, at once; the kernel ends its child."""
+        ray.kill(self._actor, no_restart=True)

@@ -191,5 +191,3 @@ class HandoffTable:
             logger.error("a pull did not let go of %d blocks in time: quarantined", len(pull.blocks))
             self._engine.pool.move(pull.blocks, Holder.PULLED, Holder.QUARANTINED)
             pull.holder = Holder.QUARANTINED
-
-

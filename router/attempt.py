@@ -114,7 +114,9 @@ class Attempt:
             else:
                 self._timeline.decision = self._timeline.decision or "remote"
                 self._timeline.prefill_worker = self._prefill_worker.worker_id
-                self._prefill = _Call(self._prefill_worker, self._prefill_worker.client.prefill(self._request), self._queue)
+                self._prefill = _Call(
+                    self._prefill_worker, self._prefill_worker.client.prefill(self._request), self._queue
+                )
             while True:
                 call, event = await self._next(deadline)
                 tokens: tuple[Token, ...] = ()

@@ -45,7 +45,9 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def generate(self, request: GenerationRequest, timeline: RequestTimeline) -> AsyncGenerator[tuple[Token, ...], None]:
+    async def generate(
+        self, request: GenerationRequest, timeline: RequestTimeline
+    ) -> AsyncGenerator[tuple[Token, ...], None]:
         if self.is_draining:
             raise Unavailable(Reason.DRAINING, "this router is shutting down; retry elsewhere")
         if self.num_in_flight >= self._options.max_requests:
@@ -88,7 +90,9 @@ class Dispatcher:
                 if not _can_be_rebuilt(error) or generation + 1 == self._options.max_attempts:
                     raise
                 timeline.num_resumes += 1
-                logger.warning("%s: built again after %d tokens: %s: %s", request.request_id, len(emitted), error.reason, error)
+                logger.warning(
+                    "%s: built again after %d tokens: %s: %s", request.request_id, len(emitted), error.reason, error
+                )
             if generation:
                 await asyncio.sleep(_FIRST_BACKOFF_S * 2**generation * random.uniform(0.5, 1.0))
 

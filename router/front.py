@@ -6,6 +6,7 @@ import re
 import uuid
 from dataclasses import dataclass, field
 
+from pdserve_wire.errors import PdserveError
 from router.access import ApiKeys
 from router.generation import Generator
 from router.intake import Intake
@@ -35,3 +36,8 @@ class Front:
 def checked_client_id(client_id: str | None) -> str | None:
     """A client's `x-request-id` where it is fit to be logged and sent back, or None."""
     return client_id if client_id is not None and _CLIENT_ID.fullmatch(client_id) else None
+
+
+def retry_advice(error: PdserveError) -> str:
+    """What a client is told of a failure that is not its own: the request may be sent again."""
+    return error.message if "retry" in error.message else f"{error.message}; retry later"

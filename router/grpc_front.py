@@ -17,7 +17,7 @@ from pdserve_pb import generation_pb2 as pb
 from pdserve_pb import generation_pb2_grpc as pb_grpc
 from pdserve_wire.deadlines import DEADLINES
 from pdserve_wire.errors import PdserveError, Reason, Refused
-from router.front import Front
+from router.front import Front, retry_advice
 from router.intake import Ask, ChatPrompt, InvalidRequest, NotAuthorized, RequestError, UnknownModel
 from router.metrics import num_cached_tokens
 from router.reply import Piece, open_reply
@@ -74,10 +74,12 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         scope = self._front.open_scope("grpc", metadata.get("x-request-id"))
         request_id = scope.timeline.request_id
-        await context.send_initial_metadata((("x-request-id", request_id),))
+        await context.send_initial_metadata((("x-request-id", scope.public_id),))
         try:
             with scope:
                 self._front.api_keys.check(metadata.get("authorization", ""))
+                # before a copy is made of what may be millions of ids
+                self._front.intake.check_room(len(request.tokens.token_ids), "tokens")
                 await self._serve(parse(request, context.time_remaining()), scope, context)
         except Exception as error:
             code, details = to_client_status(error, request_id)
@@ -170,8 +172,8 @@ def to_client_status(error: Exception, request_id: str) -> tuple[grpc.StatusCode
         case RequestError() | Refused():
             return grpc.StatusCode.INVALID_ARGUMENT, error.message
         case PdserveError(reason=Reason.BUSY):
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, f"{error.message}; try again later"
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, retry_advice(error)
         case PdserveError():
-            return grpc.StatusCode.UNAVAILABLE, f"{error.message}; try again later"
+            return grpc.StatusCode.UNAVAILABLE, retry_advice(error)
     logger.error("request %s failed", request_id, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"internal error; the router's log has it under {request_id}"

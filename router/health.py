@@ -17,9 +17,9 @@ from router.front import Front
 class Probes:
     """Where the answers come from.
 
-    `why_not_ready` gives None when requests can be served, or else the reason. `ledger` gives the
-    state of all KV blocks of all workers, `status` the router and its workers, as plain data. Without a `cluster_token` only callers on
-    this machine may see `/debug`.
+    `why_not_ready` gives None when requests can be served, or else the reason. As plain data,
+    `ledger` gives the state of all KV blocks of all workers, and `status` the router and its
+    workers. Without a `cluster_token` only callers on this machine may see `/debug`.
     """
 
     why_not_ready: Callable[[], str | None]
@@ -47,7 +47,7 @@ class HealthRoutes:
         return web.json_response({"status": "not ready", "reason": reason}, status=503)
 
     async def metrics(self, http: web.Request) -> web.Response:
-        body, content_type = self._front.metrics.exposition(http.headers.get("Accept", ""))
+        body, content_type = self._front.metrics.exposition()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def ledger(self, http: web.Request) -> web.Response:

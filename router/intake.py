@@ -23,6 +23,7 @@ from router.text.errors import EncodeError, TemplateError
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_TOKEN_RULES = 1024  # entries of logit_bias, and of stop_token_ids
 _INLINE_CHARS = 4096  # a longer text is tokenized in a thread: about 1 us a character
 _CHARS_A_MESSAGE = 32  # what rendering one costs beside its text
 _CHARS_A_BYTE = 4  # a normalizer may make one character of several
@@ -110,7 +111,7 @@ class Intake:
         if isinstance(prompt, tuple):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-            self._check_room(len(prompt), "prompt")
+            self.check_room(len(prompt), "prompt")
             self._check_ids(prompt, "prompt")
             return prompt
         if not prompt:
@@ -151,15 +152,15 @@ class Intake:
             "context_length_exceeded",
         )
 
-    def _check_room(self, num_prompt_tokens: int, field: str) -> int:
-        """How many tokens the reply can have."""
+    def check_room(self, num_prompt_tokens: int, field: str) -> int:
+        """How many tokens the reply can have. Raises `InvalidRequest` where there is no room for one."""
         room = self.model.max_model_len - num_prompt_tokens
         if room < 1:
             raise self._too_long(f"{num_prompt_tokens} tokens", field)
         return room
 
     def _sampling(self, ask: Ask, num_prompt_tokens: int) -> SamplingParams:
-        room = self._check_room(num_prompt_tokens, "messages" if isinstance(ask.prompt, ChatPrompt) else "prompt")
+        room = self.check_room(num_prompt_tokens, "messages" if isinstance(ask.prompt, ChatPrompt) else "prompt")
         if ask.max_tokens is not None and ask.max_tokens > room:
             raise InvalidRequest(
                 f"max_tokens is {ask.max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves room for {room} of "
@@ -176,8 +177,13 @@ class Intake:
             seed=secrets.randbits(63) if ask.seed is None else ask.seed,
             top_k=min(ask.sampling.top_k, self.model.vocab_size),
         )
-        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
-        self._check_ids(tuple(sampling.logit_bias), "logit_bias")
+        for field, token_ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", tuple(sampling.logit_bias)),
+        ):
+            if len(token_ids) > MAX_TOKEN_RULES:
+                raise InvalidRequest(f"{field} names {len(token_ids)} tokens; name at most {MAX_TOKEN_RULES}", field)
+            self._check_ids(token_ids, field)
         try:
             sampling.validate()
         except InvalidSampling as error:  # its first word is the field's name

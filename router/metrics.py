@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -18,6 +18,18 @@ from pdserve_wire.timeline import PHASES, RequestTimeline
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 DECISIONS = ("remote", "local")
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
+# what the field's dashboards and gateways look for
+VLLM_NAMES = {
+    "pdserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "pdserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "pdserve_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "pdserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "pdserve_prompt_tokens": "vllm:prompt_tokens",
+    "pdserve_generation_tokens": "vllm:generation_tokens",
+    "pdserve_num_requests_running": "vllm:num_requests_running",
+    "pdserve_num_requests_waiting": "vllm:num_requests_waiting",
+    "pdserve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+}
 _REMAINDERS = ("relay", "gap_relay")  # the phases that no clock measures; they can't be negative
 _MIN_REMAINDER_S = -0.001
 
@@ -27,9 +39,13 @@ WorkerRow = tuple[str, str, WorkerLoad]  # worker id, role, last report
 class RouterMetrics:
     """Counts each client request once, when it has ended."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self, model_name: str, registry: CollectorRegistry | None = None, has_vllm_names: bool = False
+    ) -> None:
+        """`has_vllm_names`: show the series of `VLLM_NAMES` under those names, too."""
         self.registry = registry if registry is not None else CollectorRegistry()
         self.model_name = model_name
+        self._shown = _Shown(self.registry, has_vllm_names)
 
         def histogram(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(name, text, ("model_name", *labels), buckets=BUCKETS, registry=self.registry)
@@ -98,10 +114,9 @@ class RouterMetrics:
         self._cached.inc(num_cached_tokens(timeline))
         self._generated.inc(timeline.num_output_tokens)
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """All series, and their content type, in the form that a scraper accepts."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+    def exposition(self) -> tuple[bytes, str]:
+        """All series, and their content type, in Prometheus' text format."""
+        return generate_latest(self._shown), CONTENT_TYPE_PLAIN_0_0_4
 
 
 def num_cached_tokens(timeline: RequestTimeline) -> int:
@@ -168,3 +183,23 @@ def _usage(load: WorkerLoad) -> float:
     if not load.num_blocks:
         return 0.0
     return 1.0 - (load.kv_blocks.get("free", 0) + load.kv_blocks.get("cached", 0)) / load.num_blocks
+
+
+class _Shown(Collector):
+    """A registry's series as they are shown: without times of creation, and some under vLLM's names, too."""
+
+    def __init__(self, registry: CollectorRegistry, has_vllm_names: bool) -> None:
+        self._registry = registry
+        self._aliases = VLLM_NAMES if has_vllm_names else {}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            if family.name in self._aliases:
+                name = self._aliases[family.name]
+                alias = Metric(name, family.documentation, family.type)
+                alias.samples = [
+                    sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
+                ]
+                yield alias

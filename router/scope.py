@@ -30,6 +30,7 @@ class RequestScope:
         self._metrics = metrics
         self._timelines = timelines
         self._client_id = client_id
+        self.public_id = client_id or request_id  # what `x-request-id` says
         self._first_byte_at: float | None = None
 
     def __enter__(self) -> RequestScope:

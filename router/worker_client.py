@@ -83,5 +83,3 @@ class WorkerClient:
 
     async def close(self) -> None:
         await self._channel.close(None)
-
-

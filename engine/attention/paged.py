@@ -23,7 +23,9 @@ class PagedAttention:
         self._backend = backend
         self._plan = plan
         self._head_dim = cache.shape.head_dim
-        self._layers = {index: cache.layer(place, plan.num_kv_heads[index]) for index, place in plan.cache_layers.items()}
+        self._layers = {
+            index: cache.layer(place, plan.num_kv_heads[index]) for index, place in plan.cache_layers.items()
+        }
 
     def __call__(
         self,

@@ -37,7 +37,10 @@ def _decode(query: torch.Tensor, layer: LayerCache, decode: DecodeRows, argument
     num_kv_heads, block_size = layer.num_kv_heads, layer.block_size
     group = num_q_heads // num_kv_heads
     num_rows = decode.blocks.shape[0]
-    keys, values = layer.keys(decode.blocks), layer.values(decode.blocks)  # [num_rows, num_kv_heads, block_size, head_dim]
+    keys, values = (
+        layer.keys(decode.blocks),
+        layer.values(decode.blocks),
+    )  # [num_rows, num_kv_heads, block_size, head_dim]
     _zero_unwritten(values, decode)
     grouped = query.view(num_seqs, num_kv_heads, group, head_dim)[decode.owners]
     # each (block, head) is one small product: [num_rows * num_kv_heads, group, block_size]
@@ -80,12 +83,16 @@ def _chunk(query: torch.Tensor, layer: LayerCache, chunk: Chunk, arguments: Laye
     num_kv_heads, block_size = layer.num_kv_heads, layer.block_size
     group = num_q_heads // num_kv_heads
     # [num_kv_heads, group * num_tokens, head_dim]: the heads that share K are rows of one product
-    grouped = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    grouped = (
+        query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    )
     rows = grouped.shape[1]
     query_positions = torch.arange(chunk.start, chunk.start + num_tokens, device=query.device).repeat(group)[:, None]
     total = torch.zeros(num_kv_heads, rows, head_dim, device=query.device)
     if arguments.sinks is not None:
-        highest = arguments.sinks.float().view(num_kv_heads, group, 1).repeat(1, 1, num_tokens).view(num_kv_heads, rows, 1)
+        highest = (
+            arguments.sinks.float().view(num_kv_heads, group, 1).repeat(1, 1, num_tokens).view(num_kv_heads, rows, 1)
+        )
         sums = torch.ones_like(highest)
     else:
         highest = torch.full((num_kv_heads, rows, 1), _NEVER, device=query.device)

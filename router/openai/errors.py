@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from pdserve_wire.errors import PdserveError, Reason, Refused
+from router.front import retry_advice
 from router.intake import InvalidRequest, NotAuthorized, RequestError, UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ def failure_body(error: Exception, request_id: str) -> dict[str, Any]:
         case Refused():
             return error_body(error.message, "invalid_request_error")
         case PdserveError(reason=Reason.BUSY):
-            return error_body(f"{error.message}; try again later", "rate_limit_error", code="busy")
+            return error_body(retry_advice(error), "rate_limit_error", code="busy")
         case PdserveError():
-            return error_body(f"{error.message}; try again later", "service_unavailable", code=error.reason.lower())
+            return error_body(retry_advice(error), "service_unavailable", code=error.reason.lower())
     logger.error("request %s failed", request_id, exc_info=error)
     return error_body(f"internal error; the router's log has it under {request_id}", "server_error")
 

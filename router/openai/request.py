@@ -75,14 +75,14 @@ class Fields:
         return tuple(stops)
 
 
-async def read_fields(http: web.Request, limits: HttpLimits) -> Fields:
-    """Read the body. Raises `BodyTooLarge`, `BodyTooSlow`, or `InvalidRequest` for what is no JSON object."""
+async def read_body(http: web.Request, limits: HttpLimits) -> bytes:
+    """The whole body, bounded in size and time. Raises `BodyTooLarge`, `BodyTooSlow` or `InvalidRequest`."""
     too_large = BodyTooLarge(f"the body is larger than {limits.max_body_nbytes} bytes; make it smaller")
     if (http.content_length or 0) > limits.max_body_nbytes:
         raise too_large
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            body = await http.read()
+            return await http.read()
     except TimeoutError as error:
         raise BodyTooSlow(f"the body did not arrive within {limits.body_timeout_s:g} s; make it smaller") from error
     except web.HTTPRequestEntityTooLarge as error:
@@ -91,10 +91,9 @@ async def read_fields(http: web.Request, limits: HttpLimits) -> Fields:
         raise ClientGone("the client left before its body was here") from error
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"the body can't be read: {error}") from error
-    return Fields(parse_object(body))
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> Fields:
     """A JSON object in UTF-8, with no NaN or Infinity, or `InvalidRequest`."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -104,7 +103,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    return value
+    return Fields(value)
 
 
 def read_sampling(fields: Fields, logprobs: int | None) -> SamplingParams:

@@ -19,9 +19,9 @@ def request_id_of(http: web.Request) -> str:
     return http[_KEY]
 
 
-def name_request(http: web.Request, request_id: str) -> None:
-    """Use `request_id` where the client gave none."""
-    http[_KEY] = checked_client_id(http.headers.get(HEADER)) or request_id
+def name_request(http: web.Request, public_id: str) -> None:
+    """Use this id; for requests that have a scope."""
+    http[_KEY] = public_id
 
 
 async def add_request_id(http: web.Request, response: web.StreamResponse) -> None:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -28,12 +29,14 @@ from router.intake import Ask
 from router.metrics import num_cached_tokens
 from router.openai.errors import failure_body
 from router.openai.limits import HttpLimits
-from router.openai.request import Fields, read_fields, read_stream, refuse_unsupported
+from router.openai.request import Fields, parse_object, read_body, read_stream, refuse_unsupported
 from router.openai.request_id import HEADER, name_request
 from router.openai.sse import DONE, Chunks, EventStream, failure_event
 from router.reply import Piece, open_reply
 from router.scope import ClientGone, RequestScope
 from router.text.tokenizer import Tokenizer
+
+_INLINE_NBYTES = 64 << 10  # a larger body is read in a thread, so that streams go on meanwhile
 
 
 class ReplyForm(Protocol):
@@ -63,17 +66,32 @@ class GenerationRoute:
     make_form: Callable[[Tokenizer, Ask], ReplyForm]
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """All that a body says."""
+
+    ask: Ask
+    is_stream: bool
+    include_usage: bool
+
+
+def _parse(body: bytes, route: GenerationRoute) -> _Wish:
+    fields = parse_object(body)
+    is_stream, include_usage = read_stream(fields)
+    refuse_unsupported(fields)
+    return _Wish(route.parse(fields), is_stream, include_usage)
+
+
 async def serve(http: web.Request, front: Front, limits: HttpLimits, route: GenerationRoute) -> web.StreamResponse:
     """Answer one request. Failures before the reply begins are raised."""
     scope = front.open_scope(route.id_prefix, http.headers.get(HEADER))
     request_id = scope.timeline.request_id
-    name_request(http, request_id)
+    name_request(http, scope.public_id)
     with scope:
         front.api_keys.check(http.headers.get("Authorization", ""))
-        fields = await read_fields(http, limits)
-        scope.is_stream, include_usage = read_stream(fields)
-        refuse_unsupported(fields)
-        ask = route.parse(fields)
+        body = await read_body(http, limits)
+        wish = await asyncio.to_thread(_parse, body, route) if len(body) > _INLINE_NBYTES else _parse(body, route)
+        ask, scope.is_stream = wish.ask, wish.is_stream
         prepared = await front.intake.prepare(ask, request_id)
         scope.prepared(prepared)
         model = front.intake.model
@@ -83,11 +101,11 @@ async def serve(http: web.Request, front: Front, limits: HttpLimits, route: Gene
             first = await anext(reply)
             if not scope.is_stream:
                 return await _whole(first, reply, form, identity, scope)
-            chunks = Chunks(identity | {"object": route.chunk_object}, include_usage)
+            chunks = Chunks(identity | {"object": route.chunk_object}, wish.include_usage)
             events = EventStream(http, limits)
             await events.open()
             try:
-                await _stream(first, reply, _Wording(form, chunks, include_usage), events, scope)
+                await _stream(first, reply, _Wording(form, chunks, wish.include_usage), events, scope)
             except ClientGone:
                 raise
             except Exception as error:

@@ -13,6 +13,7 @@ from router.openai.limits import HttpLimits
 from router.scope import ClientGone
 
 DONE = "data: [DONE]\n\n"
+_SMALL_NBYTES = 32 << 10  # into an empty buffer, less than what makes a transport pause (64 KiB)
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,12 +42,13 @@ class EventStream:
         transport = self._http.transport
         if transport is None:
             raise ClientGone("the client has left")
+        data = events.encode("ascii")
         try:
-            if transport.get_write_buffer_size() == 0:  # the usual case; it can't wait
-                await self.response.write(events.encode("ascii"))
+            if len(data) <= _SMALL_NBYTES and transport.get_write_buffer_size() == 0:  # the usual case; it can't wait
+                await self.response.write(data)
                 return
             async with asyncio.timeout(self._stalled_client_s):
-                await self.response.write(events.encode("ascii"))
+                await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone("the client has left") from error
         except TimeoutError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -13,11 +15,11 @@ from typing import TypeVar
 
 from kvtransfer.errors import RefusedError, TransferError
 from kvtransfer.faulty import FaultPlan, FaultyTransport, TappedTransport
-from kvtransfer.frames import PROTOCOL_VERSION, FrameType
+from kvtransfer.frames import PROTOCOL_VERSION, Frame, FrameType, encode
 from kvtransfer.inproc import InprocNetwork, InprocTransport
 from kvtransfer.messages import ConnectionLimits, OpenRequest, TransferDeadlines
 from kvtransfer.outgoing import Outgoing
-from kvtransfer.tcp import TcpTransport
+from kvtransfer.tcp import TcpTransport, parse_address
 from kvtransfer.threads import Latch
 from kvtransfer.transport import Transport
 
@@ -28,12 +30,19 @@ KINDS = ("tcp", "inproc", "faulty")  # faulty: with an empty plan, over inproc
 
 # Only what a test waits out is short; the rest is what a worker would use.
 DEADLINES = TransferDeadlines()
-IMPATIENT = TransferDeadlines(open_s=0.4, peer_timeout_s=0.6, working_interval_s=0.1)
+IMPATIENT = TransferDeadlines(open_s=0.3, peer_timeout_s=0.4, working_interval_s=0.1)
 
 
 async def soon(awaitable: Awaitable[T], within_s: float = 20.0) -> T:
     """For what must happen: the time is only how long a broken test hangs."""
     return await asyncio.wait_for(awaitable, within_s)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what has no event to await: a thread that ends by itself, bytes that appear."""
+    async with asyncio.timeout(20.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def make_blocks(num_blocks: int, block_nbytes: int = BLOCK_NBYTES, seed: int = 0) -> list[memoryview]:
@@ -196,7 +205,7 @@ async def make_pair(
             transports.append(FaultyTransport(transport, plan) if is_faulty else transport)
         address = await transports[0].listen(host_of(kind), 0, offers)
         try:
-            yield Pair(*transports, offers, address, network)
+            yield Pair(transports[0], transports[1], offers, address, network)
         finally:
             for fault in (prefill, decode):
                 if isinstance(fault, Probe):
@@ -222,3 +231,42 @@ def transfer_threads(suffix: str = "") -> list[threading.Thread]:
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@asynccontextmanager
+async def make_tcp_server(
+    deadlines: TransferDeadlines = IMPATIENT, limits: ConnectionLimits | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[TcpTransport, Offers, str]]:
+    """A transport that both serves and pulls; it offers two blocks as "h". Must still serve at the end."""
+    offers = Offers()
+    offers.offer(make_blocks(2))
+    with assert_nothing_left():
+        transport = TcpTransport(deadlines, limits)
+        try:
+            yield transport, offers, await transport.listen(host, 0, offers)
+        finally:
+            await transport.close()
+    await offers.assert_no_leaks()
+
+
+async def assert_serves(transport: TcpTransport, address: str) -> None:
+    destination = make_destination(2)
+    await soon(transport.pull(address, make_request(pull_attempt=99), destination).result())
+    assert contents(destination) == contents(make_blocks(2))
+
+
+def connect(address: str) -> socket.socket:
+    return socket.create_connection(parse_address(address), 5.0)
+
+
+def read_to_end(stranger: socket.socket) -> bytes:
+    """All that comes until the other side closes. A reset ends it too."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := stranger.recv(1 << 16):
+            data += part
+    return data
+
+
+def stream(*frames: Frame) -> bytes:
+    return b"".join(bytes(part) for frame in frames for part in encode(frame))

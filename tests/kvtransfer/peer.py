@@ -18,17 +18,17 @@ from tests.kvtransfer.makers import IMPATIENT, Offers, make_blocks, make_destina
 BLOCK_NBYTES = 256 << 10  # enough of them don't fit into the kernel's buffers
 
 
-async def serve(port: str, num_blocks: str, num_finished: str) -> None:
+async def serve(port: int, num_blocks: int, num_finished: int) -> None:
     transport, offers = TcpTransport(IMPATIENT), Offers()
-    offers.offer(make_blocks(int(num_blocks), BLOCK_NBYTES), num_finished=int(num_finished))
-    print(await transport.listen("127.0.0.1", int(port), offers), flush=True)
+    offers.offer(make_blocks(num_blocks, BLOCK_NBYTES), num_finished=num_finished)
+    print(await transport.listen("127.0.0.1", port, offers), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await transport.close()
 
 
-async def pull(address: str, num_blocks: str) -> None:
+async def pull(address: str, num_blocks: int) -> None:
     transport = TcpTransport(IMPATIENT)
-    running = transport.pull(address, make_request(), make_destination(int(num_blocks), BLOCK_NBYTES))
+    running = transport.pull(address, make_request(), make_destination(num_blocks, BLOCK_NBYTES))
     print("started", flush=True)
     try:
         await running.result()
@@ -39,4 +39,10 @@ async def pull(address: str, num_blocks: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"serve": serve, "pull": pull}[sys.argv[1]](*sys.argv[2:]))
+    match sys.argv[1:]:
+        case ["serve", port, num_blocks, num_finished]:
+            asyncio.run(serve(int(port), int(num_blocks), int(num_finished)))
+        case ["pull", address, num_blocks]:
+            asyncio.run(pull(address, int(num_blocks)))
+        case _:
+            sys.exit(__doc__)

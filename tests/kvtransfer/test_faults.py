@@ -11,7 +11,16 @@ from kvtransfer.errors import ChecksumError, PeerLostError, PeerSilentError, Tra
 from kvtransfer.faulty import FaultPlan, FaultyTransport
 from kvtransfer.frames import FrameType
 from kvtransfer.messages import TransferDeadlines
-from tests.kvtransfer.makers import IMPATIENT, contents, make_blocks, make_destination, make_pair, make_request, soon
+from tests.kvtransfer.makers import (
+    IMPATIENT,
+    contents,
+    make_blocks,
+    make_destination,
+    make_pair,
+    make_request,
+    soon,
+    until,
+)
 
 pytestmark = pytest.mark.parametrize("kind", ["tcp", "inproc"])
 
@@ -119,15 +128,13 @@ async def test_a_connection_that_never_opens_is_closed(kind: str) -> None:
 
 async def test_a_delayed_write_is_over_before_the_memory_is_called_free(kind: str) -> None:
     destination = make_destination(3)
-    probe_write = FaultPlan(delay_s=0.4, delay_block=1)
-    async with make_pair(kind, TransferDeadlines(release_s=0.05), decode=probe_write) as pair:
+    plan = FaultPlan(delay_s=0.4, delay_block=1)
+    async with make_pair(kind, TransferDeadlines(release_s=0.05), decode=plan) as pair:
         pair.offers.offer(make_blocks(3))
         pull = pair.decode.pull(pair.address, make_request(), destination)
         await pair.offers.next_opened()
         first = contents(make_blocks(3))[0]
-        async with asyncio.timeout(20.0):
-            while bytes(destination[0]) != first:  # block 0 is there: the thread is at, or before, the delay
-                await asyncio.sleep(0.005)
+        await until(lambda: bytes(destination[0]) == first)  # the thread is at the delay, or short of it
         pull.abort()
         assert not await pull.wait_released(), "the write is still to come"
         while not await pull.wait_released():

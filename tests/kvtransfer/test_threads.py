@@ -37,13 +37,17 @@ def test_a_waiter_whose_loop_is_gone_is_no_hindrance() -> None:
     latch.set()
     assert latch.is_set
     task._log_destroy_pending = False  # type: ignore[attr-defined] # it is lost on purpose
-    task.get_coro().close()  # type: ignore[union-attr]
+    task.get_coro().close()
 
 
 async def test_a_group_waits_for_its_threads_and_then_starts_no_more() -> None:
     group, go = ThreadGroup(), threading.Event()
+
+    def go_on() -> None:
+        assert go.wait(20.0)
+
     for _ in range(3):
-        group.start("test", lambda: bool(go.wait(20.0)))
+        group.start("test", go_on)
     assert sum(thread.name == "kvtransfer-test" for thread in threading.enumerate()) == 3
     group.close()
     assert not await group.join(0.05)

@@ -75,6 +75,13 @@ class ScriptedGenerator:
                 self.all_closed.set()
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for a state that nothing announces."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
 def make_tokens(token_ids: Iterable[int], finish_reason: str | None = None, first_index: int = 0) -> tuple[Token, ...]:
     tokens = [Token(first_index + place, token_id) for place, token_id in enumerate(token_ids)]
     if tokens:
@@ -105,6 +112,11 @@ async def no_ledger() -> dict[str, Any]:
     return {}
 
 
+def make_probes(**fields: Any) -> Probes:
+    """Ready, and with nothing to tell."""
+    return Probes(**({"why_not_ready": lambda: None, "ledger": no_ledger, "status": dict} | fields))
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A router front that listens."""
@@ -122,9 +134,11 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(front: Front, probes: Probes | None = None, limits: HttpLimits | None = None) -> AsyncIterator[Served]:
+async def serving(
+    front: Front, probes: Probes | None = None, limits: HttpLimits | None = None
+) -> AsyncIterator[Served]:
     limits = limits or HttpLimits(shutdown_s=1.0)
-    app = make_app(front, probes or Probes(lambda: None, no_ledger), limits)
+    app = make_app(front, probes or make_probes(), limits)
     async with http_server(app, "127.0.0.1", 0, limits) as port:
         yield Served(front, port)
 

@@ -12,11 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve_wire.auth import TOKEN_HEADER
 from pdserve_wire.messages import WorkerLoad
 from router.access import ApiKeys, is_operator
-from router.health import Probes
 from router.intake import NotAuthorized
 from router.metrics import WorkerGauges
 from router.served_model import ServedModel
-from tests.router.makers import MODEL, client_of, make_front, no_ledger, post, saying, serving
+from tests.router.makers import MODEL, client_of, make_front, make_probes, post, saying, serving, until
 
 TOKEN = "a-cluster-token-of-some-length"
 
@@ -27,12 +26,12 @@ async def ledger() -> Mapping[str, Any]:
 
 async def test_health_is_live_and_ready_follows_the_probe(model: ServedModel) -> None:
     reasons: list[str | None] = [None, "no decode worker is ready"]
-    probes = Probes(lambda: reasons.pop(0), no_ledger)
-    async with serving(make_front(model, saying(model, " x")), probes) as served:
-        async with httpx2.AsyncClient(base_url=served.url) as client:
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/ready")).status_code == 200
-            not_ready = await client.get("/ready")
+    probes = make_probes(why_not_ready=lambda: reasons.pop(0))
+    front = make_front(model, saying(model, " x"))
+    async with serving(front, probes) as served, httpx2.AsyncClient(base_url=served.url) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        not_ready = await client.get("/ready")
     assert not_ready.status_code == 503 and not_ready.json()["reason"] == "no decode worker is ready"
 
 
@@ -43,13 +42,11 @@ async def test_metrics_are_what_a_scraper_reads(model: ServedModel) -> None:
     async with serving(front) as served:
         await post(served.port, {"model": MODEL, "prompt": "Once"})
         async with httpx2.AsyncClient(base_url=served.url) as client:
-            plain = await client.get("/metrics")
-            openmetrics = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert plain.headers["content-type"].startswith("text/plain; version=")
-    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+            answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = {
         (sample.name, sample.labels.get("state") or sample.labels.get("outcome")): sample.value
-        for family in text_string_to_metric_families(plain.text)
+        for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
     assert samples["pdserve_requests_total", "length"] == 1
@@ -59,10 +56,12 @@ async def test_metrics_are_what_a_scraper_reads(model: ServedModel) -> None:
 
 
 async def test_the_debug_routes_answer_this_machine(model: ServedModel) -> None:
-    async with serving(make_front(model, saying(model, " x")), Probes(lambda: None, ledger, TOKEN)) as served:
+    probes = make_probes(ledger=ledger, status=lambda: {"router": {"num_in_flight": 0}}, cluster_token=TOKEN)
+    async with serving(make_front(model, saying(model, " x")), probes) as served:
         request_id = (await post(served.port, {"model": MODEL, "prompt": "Once"})).headers["x-request-id"]
         async with httpx2.AsyncClient(base_url=served.url) as client:
             assert (await client.get("/debug/ledger")).json() == {"prefill-0": {"free": 10}}
+            assert (await client.get("/debug/status")).json() == {"router": {"num_in_flight": 0}}
             timeline = (await client.get(f"/debug/timeline/{request_id}")).json()
             assert (await client.get("/debug/timeline/nobody")).status_code == 404
             forwarded = await client.get("/debug/ledger", headers={"X-Forwarded-For": "10.0.0.9"})
@@ -135,6 +134,5 @@ async def test_running_requests_may_end_when_the_server_stops(model: ServedModel
     generator = saying(model, " one two three")
     async with serving(make_front(model, generator)) as served:
         answers = [asyncio.create_task(post(served.port, {"model": MODEL, "prompt": "Once"})) for _ in range(3)]
-        while len(generator.requests) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(generator.requests) == 3)
     assert [(await answer).status for answer in answers] == [200] * 3

@@ -4,23 +4,24 @@ import time
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve_wire.errors import Reason, Unavailable
-from pdserve_wire.messages import DecodeTimings, KvComplete, PrefillTimings
+from pdserve_wire.messages import DecodeTimings, KvComplete, PrefillTimings, WorkerLoad
 from pdserve_wire.timeline import RequestTimeline
-from router.metrics import BUCKETS, OUTCOMES, RouterMetrics
+from router.metrics import BUCKETS, OUTCOMES, VLLM_NAMES, RouterMetrics, WorkerGauges
 from router.served_model import ServedModel
 from router.timelines import Timelines
 from tests.router.makers import MODEL, ScriptedGenerator, make_front, one_by_one, post, saying, serving
 
 
 def make_timeline(outcome: str = "stop", **fields: Any) -> RequestTimeline:
-    """Three tokens: the first after 100 ms, the second 50 ms and the third 10 ms later."""
+    """Three tokens: the first after 100 ms, the second 49 ms and the third 10 ms later."""
     values: dict[str, Any] = {
         "arrived_at": 10.0,
         "tokenized_at": 10.01,
         "admitted_at": 10.02,
-        "token_times": [10.1, 10.15, 10.16],
+        "token_times": [10.1, 10.149, 10.159],
         "ended_at": 10.2,
         "decision": "remote",
         "num_prompt_tokens": 32,
@@ -58,7 +59,7 @@ def test_the_handoff_gap_and_its_phases_add_up() -> None:
     gap = observed("pdserve_handoff_gap_seconds_sum")
     phases = ("transfer_exposed", "decode_queue", "first_step", "gap_relay")
     parts = [observed("pdserve_request_phase_seconds_sum", phase=phase) for phase in phases]
-    assert gap == pytest.approx(0.05) and sum(part or 0.0 for part in parts) == pytest.approx(gap)
+    assert gap == pytest.approx(0.049) and sum(part or 0.0 for part in parts) == pytest.approx(gap)
 
 
 def test_a_local_request_has_a_gap_of_0() -> None:
@@ -72,11 +73,11 @@ def test_a_local_request_has_a_gap_of_0() -> None:
 def test_latencies_and_tokens_are_counted() -> None:
     observed = Observed(make_timeline())
     assert observed("pdserve_inter_token_latency_seconds_count") == 2
-    assert observed("pdserve_inter_token_latency_seconds_sum") == pytest.approx(0.06)
-    assert observed("pdserve_inter_token_latency_seconds_bucket", le="0.01") == 1
+    assert observed("pdserve_inter_token_latency_seconds_sum") == pytest.approx(0.059)
+    assert observed("pdserve_inter_token_latency_seconds_bucket", le="0.02") == 1
     assert observed("pdserve_inter_token_latency_seconds_bucket", le="0.05") == 2
     assert observed("pdserve_inter_token_latency_seconds_bucket", le="+Inf") == 2
-    assert observed("pdserve_time_per_output_token_seconds_sum") == pytest.approx(0.03)
+    assert observed("pdserve_time_per_output_token_seconds_sum") == pytest.approx(0.0295)
     assert observed("pdserve_e2e_request_latency_seconds_sum") == pytest.approx(0.2)
     assert observed("pdserve_time_to_first_byte_seconds_sum", stream="true") == pytest.approx(0.11)
     assert observed("pdserve_prompt_tokens_total") == 32
@@ -111,6 +112,21 @@ def test_resumes_are_counted_by_reason() -> None:
     metrics.resumed("LOST_PEER")
     labels = {"model_name": MODEL, "reason": "LOST_PEER"}
     assert metrics.registry.get_sample_value("pdserve_resumed_requests_total", labels) == 1
+
+
+def test_the_series_may_be_shown_under_vllms_names_too() -> None:
+    metrics = RouterMetrics(MODEL, has_vllm_names=True)
+    load = WorkerLoad(num_running=3, num_blocks=4, kv_blocks={"free": 1})
+    metrics.registry.register(WorkerGauges(MODEL, lambda: [("d0", "decode", load)]))
+    metrics.arrived()
+    metrics.observe(make_timeline(), True)
+    families = list(text_string_to_metric_families(metrics.exposition()[0].decode()))
+    assert not any(family.name.endswith("_created") for family in families)
+    assert set(VLLM_NAMES.values()) <= {family.name for family in families}
+    samples = {sample.name: sample.value for family in families for sample in family.samples}
+    assert samples["vllm:num_requests_running"] == 3 and samples["vllm:kv_cache_usage_perc"] == 0.75
+    assert samples["vllm:prompt_tokens_total"] == 32 and samples["vllm:e2e_request_latency_seconds_count"] == 1
+    assert "vllm:" not in RouterMetrics(MODEL).exposition()[0].decode()
 
 
 def test_a_long_reply_is_observed_in_a_few_milliseconds() -> None:

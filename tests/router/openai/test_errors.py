@@ -156,6 +156,8 @@ async def test_a_body_that_is_no_json_object_is_refused(model: ServedModel, data
         {"stop": ["a", ""]},
         {"stop": ["x"] * 17},
         {"stop": ["x" * 2000]},
+        {"logit_bias": {str(token_id): 1 for token_id in range(1025)}},
+        {"stop_token_ids": list(range(1025))},
         {"stop_token_ids": 5},
         {"stop_token_ids": ["5"]},
         {"stop_token_ids": [-1]},

@@ -115,7 +115,5 @@ async def test_tokens_that_only_began_a_stop_string_come_with_their_text(model: 
 
 async def test_top_logprobs_without_logprobs_is_refused(model: ServedModel) -> None:
     async with serving(make_front(model, scripted(model, "x"))) as served:
-        answer = await post(
-            served.port, {"model": MODEL, "messages": HELLO, "top_logprobs": 2}, "/v1/chat/completions"
-        )
+        answer = await post(served.port, {"model": MODEL, "messages": HELLO, "top_logprobs": 2}, "/v1/chat/completions")
     assert answer.status == 400 and answer.error["param"] == "top_logprobs"

@@ -23,6 +23,7 @@ from tests.router.makers import (
     one_by_one,
     raw_request,
     serving,
+    until,
 )
 
 TEXT = 42
@@ -47,13 +48,11 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_its_request(
     async with serving(make_front(model, generator)) as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request_bytes(is_stream))
-        while not generator.num_open:
-            await asyncio.sleep(0.005)
+        await until(lambda: generator.num_open == 1)
         writer.close()
         await writer.wait_closed()
         await asyncio.wait_for(generator.all_closed.wait(), 1)
-        await asyncio.sleep(0)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
     assert generator.num_aborted == 1
 
 
@@ -65,13 +64,11 @@ async def test_a_client_that_leaves_in_the_middle_aborts_its_request(model: Serv
         writer.write(request_bytes(is_stream))
         if is_stream:
             await reader.readuntil(b"data: ")
-        while generator.num_events < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: generator.num_events == 2)
         writer.close()
         await writer.wait_closed()
         await asyncio.wait_for(generator.all_closed.wait(), 1)
-        await asyncio.sleep(0)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
 
 
 async def test_a_client_that_resets_its_connection_while_tokens_flow_aborts_its_request(model: ServedModel) -> None:
@@ -88,8 +85,7 @@ async def test_a_client_that_resets_its_connection_while_tokens_flow_aborts_its_
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         writer.transport.abort()
         await asyncio.wait_for(generator.all_closed.wait(), 2)
-        await asyncio.sleep(0)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
 
 
 async def test_a_client_that_leaves_while_it_sends_its_body_is_counted(model: ServedModel) -> None:
@@ -97,13 +93,10 @@ async def test_a_client_that_leaves_while_it_sends_its_body_is_counted(model: Se
     async with serving(make_front(model, generator)) as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
-        while served.counted()["in flight"] == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: served.counted() == {"in flight": 1})
         writer.close()
         await writer.wait_closed()
-        while served.counted()["in flight"]:
-            await asyncio.sleep(0.005)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
     assert not generator.requests
 
 
@@ -124,8 +117,7 @@ async def test_a_slow_reader_stops_the_generator_instead_of_filling_memory(model
         assert generator.num_open == 1
         connection.close()
         await asyncio.wait_for(generator.all_closed.wait(), 2)
-        await asyncio.sleep(0)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
 
 
 async def test_a_reader_that_takes_nothing_at_all_is_dropped(model: ServedModel) -> None:
@@ -138,11 +130,9 @@ async def test_a_reader_that_takes_nothing_at_all_is_dropped(model: ServedModel)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, ("127.0.0.1", served.port))
         await loop.sock_sendall(connection, request_bytes(True))
-        while not generator.num_open:
-            await asyncio.sleep(0.01)
+        await until(lambda: generator.num_open == 1)
         await asyncio.wait_for(generator.all_closed.wait(), 5)
-        await asyncio.sleep(0.01)
-        assert served.counted() == {"abort": 1, "in flight": 0}
+        await until(lambda: served.counted() == {"abort": 1, "in flight": 0})
         connection.close()
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ def run(parts: list[str], stops: list[str]) -> tuple[list[str], bool]:
 def test_any_split_gives_the_cut_of_the_whole(text: str, stops: list[str], data: st.DataObject | None) -> None:
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if data else [2, 4]
     bounds = [0, *sorted(places), len(text)]
-    parts = [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [text[start:end] for start, end in pairwise(bounds)]
     out, is_stopped = run(parts, stops)
     assert ("".join(out), is_stopped) == cut(text, stops)
 
