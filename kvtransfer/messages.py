@@ -14,7 +14,8 @@ MAX_PAYLOAD_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """Asks for the blocks of one hand-off. Of two attempts the source serves the higher.
+    """Asks for the blocks of one hand-off. Of two attempts the source serves the higher, of
+    equal ones the later.
 
     `have` holds the hashes of blocks that the asking side has cached: a source that knows them gives
     an `Outgoing` of only the missing ones, and the asking side brings a destination for only those.

@@ -64,9 +64,7 @@ class ServedPull:
                 failure = TransferError(f"{type(error).__name__}: {error}")
                 raise failure from error
             finally:
-                if failure is not None:
-                    self._connection.shutdown()
-                outgoing.mark_released()
+                outgoing.mark_released()  # before the connection closes: then the peer may ask again
                 self._gate.closed(outgoing, failure)
 
     def _serve_outgoing(self, frame: OpenFrame, outgoing: Outgoing, sender: _PipeSender) -> None:

@@ -30,7 +30,8 @@ class KvSource(Protocol):
 
         Raises `RefusedError` and then changes nothing. May take a while (it may first force a lower
         attempt closed and wait for its release), but not longer than `open_s`: what it returns
-        later is closed at once. A connection that breaks around OPEN may bring the same OPEN again.
+        later is closed at once. Where a connection breaks around OPEN, the same OPEN may come again,
+        also before `closed` for the first: of equal attempts the later one counts.
         """
         ...
 

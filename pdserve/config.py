@@ -281,7 +281,7 @@ class ServerOptions(Options):
 
     url: str = option("http://127.0.0.1:8000", help="the server's address")
     cluster_token_file: Path | None = option(
-        None, parse=Path, help="file with the cluster token: needed for what operators see of a server elsewhere"
+        None, parse=Path, help="file with the cluster token, for /debug of a server elsewhere; none is sent if not set"
     )
 
 

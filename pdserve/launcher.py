@@ -114,6 +114,7 @@ class Launcher:
         self._progress(f"starting Ray{f' ({options.ray_address})' if options.ray_address else ' on this machine'}")
         num_threads = connect_ray(options, self._folder)
         self.addresses = await self._router_addresses(router)
+        self._progress(f"starting {options.num_workers} workers, threads each: {num_threads}")
         self._start_workers(model, token_file, token, num_threads)
         await self._unless_failed(self._until_ready(token))
         self._is_ready = True
@@ -222,12 +223,13 @@ class Launcher:
         """Tell of each of its deaths; one before the server is ready is a failure."""
         while True:
             pid = await worker.wait_started()
-            self._progress(f"weights: {worker.name} loads them (process {pid})")
+            self._progress(f"weights: {worker.name} loads them (process {pid}, {self.elapsed_s:.0f} s)")
             end = await worker.wait_ended()
+            if self._is_ending:
+                return
             if not self._is_ready:
                 self._fail(worker.name, end)
-            if not self._is_ending:
-                self._progress(f"{worker.name} {end.reason}; Ray starts it again")
+            self._progress(f"{worker.name} {end.reason}; Ray starts it again")
 
     def _fail(self, name: str, end: ChildEnd) -> None:
         if not self._is_ending and not self._failed.done():

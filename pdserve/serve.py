@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import signal
 import sys
-from typing import Any
+import time
 
 from pdserve.config import ServeOptions, model_name
 from pdserve.launcher import Launcher
+
+_ONE_PRESS_S = 0.5  # some senders signal a process and its group: the same wish twice
 
 
 def serve(options: ServeOptions) -> int:
@@ -20,27 +22,28 @@ def serve(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions) -> int:
     out = sys.stdout
     launcher = Launcher(options)
-    num_signals = 0
-
-    def end(task: asyncio.Task[Any]) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
-            task.cancel()
-        else:
-            launcher.kill()
-
     main = asyncio.current_task()
     assert main is not None
+    first_signal_at: float | None = None
+
+    def end() -> None:
+        nonlocal first_signal_at
+        now = time.monotonic()
+        if first_signal_at is None:
+            first_signal_at = now
+            main.cancel()
+        elif now - first_signal_at > _ONE_PRESS_S:
+            launcher.kill()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end, main)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray prints what it has to say of dead actors
             async with launcher:
                 print(_ready_line(launcher, options), file=out, flush=True)
                 await launcher.wait_failed()
     except asyncio.CancelledError:
-        if not num_signals:
+        if first_signal_at is None:
             raise
     return 0
 

@@ -75,6 +75,8 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s
         for generation in range(self._options.max_attempts):
+            if deadline <= loop.time():
+                raise Unavailable(Reason.NO_ROOM, f"the request was not finished within {request.timeout_s:g} s")
             prefill = self._pick_prefill(avoid)
             worker_request = self._worker_request(request, emitted, generation, deadline - loop.time())
             attempt = Attempt(self._fleet, worker_request, emitted, timeline, avoid, prefill)
@@ -89,7 +91,7 @@ class Dispatcher:
             except Unavailable as error:
                 if not _can_be_rebuilt(error) or generation + 1 == self._options.max_attempts:
                     raise
-                timeline.num_resumes += 1
+                timeline.resume_reasons.append(error.reason)
                 logger.warning(
                     "%s: built again after %d tokens: %s: %s", request.request_id, len(emitted), error.reason, error
                 )

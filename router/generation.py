@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,9 @@ class GenerationRequest:
 class Generator(Protocol):
     """Turns a request into tokens. The dispatcher is the one in production."""
 
-    def generate(self, request: GenerationRequest, timeline: RequestTimeline) -> AsyncIterator[tuple[Token, ...]]:
+    def generate(
+        self, request: GenerationRequest, timeline: RequestTimeline
+    ) -> AsyncGenerator[tuple[Token, ...], None]:
         """Tokens in order, none lost and none twice, the last with its finish_reason.
 
         Closing the iterator (or cancelling the task that reads it) aborts the request. Raises

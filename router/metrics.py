@@ -84,14 +84,12 @@ class RouterMetrics:
         """A request is in flight, until `observe`."""
         self._in_flight.inc()
 
-    def resumed(self, reason: str) -> None:
-        """A request goes on at another worker; for the dispatcher."""
-        self._resumed.labels(self.model_name, reason).inc()
-
     def observe(self, timeline: RequestTimeline, is_stream: bool, first_byte_at: float | None = None) -> None:
         """Count an ended request, exactly once; its timeline has an outcome and an end."""
         self._in_flight.dec()
         self._requests[timeline.outcome].inc()
+        for reason in timeline.resume_reasons:
+            self._resumed.labels(self.model_name, reason).inc()
         if timeline.decision:
             self._decisions[timeline.decision].inc()
         if timeline.e2e_s is not None:

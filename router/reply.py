@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from pdserve_wire.errors import Reason, Unavailable
 from pdserve_wire.messages import Token
@@ -40,9 +40,7 @@ async def open_reply(
     text_stream = TextStream(tokenizer, prepared.stops, prepared.request.sampling.min_tokens)
     shelf = _Shelf(text_stream) if prepared.stops else None
     num_tokens = 0
-    # a generator is closed to abort it, see `Generator.generate`
-    events = cast("AsyncGenerator[tuple[Token, ...], None]", generator.generate(prepared.request, timeline))
-    async with aclosing(events):
+    async with aclosing(generator.generate(prepared.request, timeline)) as events:
         async for tokens in events:
             text = ""
             finish_reason: str | None = None

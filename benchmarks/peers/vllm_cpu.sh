@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # vLLM on the CPU, as a peer to measure against, in a virtual environment of its own.
 #
-#   vllm_cpu.sh install                    make the environment (minutes, once; about 2.5 GB)
+#   vllm_cpu.sh install                    make the environment (minutes, once; 3.4 GB)
+#   vllm_cpu.sh installed                  exit 0, or say what to do
 #   vllm_cpu.sh start MODEL_FOLDER PORT    start a server, wait until it answers, print its process id
 #   vllm_cpu.sh stop PID                   end it and all that it started
 #
@@ -92,10 +93,14 @@ sys.exit(f"vllm_cpu: not ready after {limit_s:g} s")
 PYTHON
 }
 
+check_installed() {
+  [ -e "$home/.installed" ] || { say "not installed: run 'benchmarks/peers/vllm_cpu.sh install' first"; exit 3; }
+}
+
 start() {
   local folder=$1 port=$2 log=${PEER_LOG:-$home/serve-$2.log} pid
-  [ -e "$home/.installed" ] || { say "not installed: run '$0 install'"; exit 3; }
-  HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 VLLM_NO_USAGE_STATS=1 PATH="$bin:$PATH" LD_PRELOAD=$(preload) \
+  check_installed
+  HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$home/compiled PATH="$bin:$PATH" LD_PRELOAD=$(preload) \
     VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))} \
     setsid "$bin/vllm" serve "$folder" --served-model-name "$(basename "$folder")" --host 127.0.0.1 --port "$port" \
     --dtype bfloat16 --max-model-len 4096 >"$log" 2>&1 </dev/null &
@@ -126,7 +131,8 @@ stop() {
 
 case "${1:-} $#" in
   "install 1") install ;;
+  "installed 1") check_installed ;;
   "start 3") start "$2" "$3" ;;
   "stop 2") stop "$2" ;;
-  *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -11,6 +11,7 @@ import grpc
 from pdserve_wire.auth import TokenInterceptor
 
 MAX_MESSAGE_NBYTES = 64 << 20
+MAX_PUBLIC_MESSAGE_NBYTES = 4 << 20
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 2_000),
@@ -34,7 +35,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.so_reuseport", 0),
 )
@@ -46,6 +46,11 @@ def make_channel(address: str) -> grpc.aio.Channel:
 
 
 def make_server(token: str | None) -> grpc.aio.Server:
-    """A server that serves only callers with the cluster token, or anyone where `token` is None."""
+    """A server that serves only callers with the cluster token, or anyone where `token` is None.
+
+    Anyone may send only small messages: a stranger's is decoded before a handler can refuse it.
+    """
     interceptors = [TokenInterceptor(token)] if token is not None else []
-    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    limit = MAX_MESSAGE_NBYTES if token is not None else MAX_PUBLIC_MESSAGE_NBYTES
+    options = (*SERVER_OPTIONS, ("grpc.max_receive_message_length", limit))
+    return grpc.aio.server(interceptors=interceptors, options=options)

@@ -40,11 +40,15 @@ class RequestTimeline:
     prefill_worker: str = ""
     decode_worker: str = ""
     num_prompt_tokens: int = 0
-    num_resumes: int = 0
+    resume_reasons: list[str] = field(default_factory=list)  # why it was built again, each time
     num_mismatches: int = 0  # tokens that came twice and unequal
     prefill: PrefillTimings | None = None
     transfer: KvComplete | None = None
     decode: DecodeTimings | None = None
+
+    @property
+    def num_resumes(self) -> int:
+        return len(self.resume_reasons)
 
     @property
     def num_output_tokens(self) -> int:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class Cluster:
         request_id = request_id or f"request-{self.num_requests}"
         timeline = self.timelines[request_id] = RequestTimeline(request_id)
         request = GenerationRequest(request_id, tuple(token_ids), sampling, timeout_s=timeout_s)
-        return cast("AsyncGenerator[tuple[Token, ...], None]", self.router.dispatcher.generate(request, timeline))
+        return self.router.dispatcher.generate(request, timeline)
 
     async def generate(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> list[Token]:
         async with aclosing(self.stream(token_ids, sampling, **options)) as batches:

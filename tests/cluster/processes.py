@@ -84,7 +84,7 @@ class ProcessCluster:
     ) -> AsyncGenerator[tuple[Token, ...], None]:
         timeline = self.timelines[request_id] = RequestTimeline(request_id)
         request = GenerationRequest(request_id, tuple(token_ids), sampling, timeout_s=90.0)
-        return cast("AsyncGenerator[tuple[Token, ...], None]", self.router.dispatcher.generate(request, timeline))
+        return self.router.dispatcher.generate(request, timeline)
 
     async def token_ids(self, prompt: list[int], sampling: SamplingParams = GREEDY, request_id: str = "") -> list[int]:
         async with aclosing(self.stream(prompt, sampling, request_id or f"r{len(self.timelines)}")) as batches:

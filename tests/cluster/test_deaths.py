@@ -54,6 +54,7 @@ async def run_with_a_death(
                 received.extend(token.token_id for token in batch)
 
     task = asyncio.create_task(read())
+    await until(lambda: request_id in made.timelines)
     await reached(made, phase, lambda: len(received), request_id)
     timeline = made.timelines[request_id]
     victim = timeline.prefill_worker if role == "prefill" else timeline.decode_worker

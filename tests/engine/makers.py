@@ -20,9 +20,7 @@ TOKEN = 7  # what the drive "samples" unless told otherwise
 _numbers = itertools.count()
 
 
-def make_pool(
-    num_blocks: int = 8, block_size: int = 4, poison: Callable[[list[int]], None] | None = None
-) -> BlockPool:
+def make_pool(num_blocks: int = 8, block_size: int = 4, poison: Callable[[list[int]], None] | None = None) -> BlockPool:
     return BlockPool(num_blocks, block_size, poison)
 
 

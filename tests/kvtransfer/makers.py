@@ -76,7 +76,7 @@ def make_request(handoff_id: str = "h", pull_attempt: int = 1, epoch: int = 7, *
 
 
 class Offers:
-    """A `KvSource`: a table of hand-offs, each pulled by the highest attempt only."""
+    """A `KvSource`: a table of hand-offs, each pulled by the highest attempt, and of equal ones the latest."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, Sequence[memoryview]] = {}
@@ -99,7 +99,7 @@ class Offers:
             raise RefusedError("handoff_id", "unknown")
         lower = self.open_by_id.get(request.handoff_id)
         if lower is not None:
-            if lower[0] >= request.pull_attempt:
+            if lower[0] > request.pull_attempt:
                 raise RefusedError("pull_attempt", "superseded")
             lower[1].abort()
             assert await lower[1].wait_released(10.0)

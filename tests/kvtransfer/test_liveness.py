@@ -126,12 +126,14 @@ async def test_a_peer_that_came_back_at_its_address_is_found_again(kind: str) ->
         blocks, offers = make_blocks(2, seed=1), Offers()
         offers.offer(blocks)
         successor = make_transport(kind, pair.network)
-        assert await successor.listen(host, int(port), offers) == pair.address
-        for epoch in (1, 2):
-            destination = make_destination(2)
-            await soon(pair.decode.pull(pair.address, make_request(epoch=epoch), destination).result())
-            assert contents(destination) == contents(blocks)
-        await successor.close()
+        try:
+            assert await successor.listen(host, int(port), offers) == pair.address
+            for epoch in (1, 2):
+                destination = make_destination(2)
+                await soon(pair.decode.pull(pair.address, make_request(epoch=epoch), destination).result())
+                assert contents(destination) == contents(blocks)
+        finally:
+            await successor.close()
 
 
 async def test_a_pooled_connection_that_dies_at_open_is_replaced_once(kind: str) -> None:

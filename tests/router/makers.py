@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,7 +49,7 @@ class ScriptedGenerator:
         self.all_closed = asyncio.Event()
         self.prefill = PrefillTimings()
 
-    async def generate(self, request: GenerationRequest, timeline: RequestTimeline) -> AsyncIterator[tuple[Token, ...]]:
+    async def generate(self, request: GenerationRequest, timeline: RequestTimeline) -> AsyncGenerator[tuple[Token, ...], None]:
         self.requests.append(request)
         self.num_open += 1
         self.all_closed.clear()

@@ -109,7 +109,8 @@ def test_every_outcome_is_there_from_the_start() -> None:
 
 def test_resumes_are_counted_by_reason() -> None:
     metrics = RouterMetrics(MODEL)
-    metrics.resumed("LOST_PEER")
+    metrics.arrived()
+    metrics.observe(make_timeline(resume_reasons=["LOST_PEER"]), True)
     labels = {"model_name": MODEL, "reason": "LOST_PEER"}
     assert metrics.registry.get_sample_value("pdserve_resumed_requests_total", labels) == 1
 

@@ -48,7 +48,7 @@ def test_a_request_without_a_handoff_has_no_gap() -> None:
 
 
 def test_a_resumed_request_does_not_explain_its_gap() -> None:
-    assert tuple(make_timeline(num_resumes=1).phases()) == PHASES[:5]
+    assert tuple(make_timeline(resume_reasons=["LOST_PEER"]).phases()) == PHASES[:5]
 
 
 def test_one_token_has_neither_gap_nor_tpot() -> None:
