@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.client import NoServer, Target
-from benchmarks.machine import this_machine
+from benchmarks.machine import busy_cores, this_machine
 from benchmarks.report import Measurement, notes, ratio_table, table
 from benchmarks.serve import Measured, Plan, add_plan_options, measure, plan
 from benchmarks.servers import SERVERS, NotInstalled, NotStarted, Server, end_on_sigterm, running
@@ -30,10 +29,12 @@ _RESULTS = _FOLDER / "RESULTS.md"
 _HEAD = """# Results
 
 Each section is one run of `python -m benchmarks.compare`; newest first. Compare within a section, as ratios: figures
-drift from machine to machine and from day to day. A figure is the median of its rounds. CPU seconds are those of one
-round: the load generator, the server, all else on the machine, and what the host took away.
+drift from machine to machine and from day to day. A figure is the median of its rounds. Busy cores are those of the
+load generator, of the server, of all else on the machine, and what the host took away.
 """
 _SAMPLED = (0.8, 0.95)  # temperature, top-p
+_LOOK_S = 3.0
+_QUIET_CORES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Compared:
     """A server, and what was measured of it."""
 
     server: Server
+    busy_cores: float | None  # before its start: what else the machine did
     ready_s: float
     memory_gb: float | None  # at the end, proportional set size of all its processes
     measured: Measured
@@ -61,29 +63,32 @@ def compare(names: Sequence[str], todo: Plan) -> tuple[list[Compared], list[str]
 
 
 def _measure(server: Server, todo: Plan) -> Compared:
+    busy = busy_cores(_LOOK_S)
+    if busy is not None and busy > _QUIET_CORES:
+        _say(f"{server.name}: the machine is not quiet: {busy:.1f} cores are busy before the start")
     with running(server) as found:
         _say(f"{server.name}: ready in {found.ready_s:.0f} s")
         measured = asyncio.run(measure(Target(found.url, ""), todo, server.name, found.pids))
-        return Compared(server, found.ready_s, found.memory_gb, measured)
+        return Compared(server, busy, found.ready_s, found.memory_gb, measured)
 
 
 def section(started: datetime, done: Sequence[Compared], missing: Sequence[str], arguments: str) -> str:
     """What a run adds to RESULTS.md."""
     measurements: list[Measurement] = [one for each in done for one in each.measured.measurements]
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     lines = [f"## {started:%Y-%m-%d %H:%M} UTC, {_revision()}", "", str(this_machine()), ""]
     lines += [f"`python -m benchmarks.compare {arguments}`", ""]
-    lines += ["| server | command | ready after | memory | load average before |", "| --- | --- | ---: | ---: | ---: |"]
+    lines += ["| server | command | ready after | memory | busy cores, load average before |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
     for each in done:
         memory = f"{each.memory_gb:.1f} GB" if each.memory_gb is not None else "-"
-        before = " ".join(f"{value:.2f}" for value in each.measured.load_average)
+        load = " ".join(f"{value:.2f}" for value in each.measured.load_average)
+        before = f"{each.busy_cores:.2f}, {load}" if each.busy_cores is not None else load
         lines.append(f"| {each.server.name} | `{each.server}` | {each.ready_s:.0f} s | {memory} | {before} |")
     lines += ["", table(measurements), ""]
     for base in ("vllm", "one-engine"):
         if ratios := ratio_table(measurements, base):
             lines += [ratios, ""]
     lines += [f"- {note}" for note in (*notes(measurements), *missing)]
-    lines += [f"- load average after: {load}", ""]
     return "\n".join(lines)
 
 
@@ -137,7 +142,13 @@ def _write_json(started: datetime, done: Sequence[Compared]) -> None:
     path = _FOLDER / "results" / f"{started:%Y-%m-%dT%H%M}.json"
     path.parent.mkdir(exist_ok=True)
     servers = [
-        {"server": str(each.server), "ready_s": each.ready_s, "memory_gb": each.memory_gb} | each.measured.as_dict()
+        {
+            "server": str(each.server),
+            "busy_cores": each.busy_cores,
+            "ready_s": each.ready_s,
+            "memory_gb": each.memory_gb,
+            **each.measured.as_dict(),
+        }
         for each in done
     ]
     path.write_text(json.dumps({"revision": _revision(), "servers": servers}, indent=1) + "\n")

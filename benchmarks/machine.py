@@ -62,6 +62,14 @@ class CpuClock:
         return CpuTime(client_s, server_s, others_s, steal_s)
 
 
+def busy_cores(over_s: float) -> float | None:
+    """How many cores were busy, or taken by the host, in the next `over_s` seconds. Blocks for them."""
+    before = _machine_s()
+    time.sleep(over_s)
+    after = _machine_s()
+    return (sum(after) - sum(before)) / over_s if before and after else None
+
+
 def memory_gb(pids: Iterable[int]) -> float | None:
     """Proportional set size of these processes: what is shared counts once in their sum. None where not known."""
     total = 0

@@ -17,9 +17,11 @@ _COLUMNS = (
     "TPOT p50/p95/p99 ms",
     "ITL p50/p95/p99 ms",
     "failed",
-    "CPU s: client/server/others/stolen",
+    "busy cores: client/server/others/stolen",
 )
 _LEFT = 2  # columns of words
+_QUIET_CORES = 0.1
+_LIGHT_CORES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,16 @@ class Measurement:
     def itl(self) -> Percentiles | None:
         return median_percentiles([one.itl for one in self.rounds])
 
-    def cpu(self, name: str) -> float | None:
-        """A field of `CpuTime`."""
-        known = [value for one in self.rounds if (value := getattr(one.cpu, name)) is not None]
+    def num_cores(self, name: str) -> float | None:
+        """A field of `CpuTime`, in cores that it kept busy."""
+        times = [(getattr(one.cpu, name), one.duration_s) for one in self.rounds]
+        known = [cpu_s / duration_s for cpu_s, duration_s in times if cpu_s is not None]
         return median(known) if known else None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether little else ran on the machine, as far as is known."""
+        return (self.num_cores("others_s") or 0.0) + (self.num_cores("steal_s") or 0.0) < _QUIET_CORES
 
 
 _COMPARED: dict[str, Callable[[Measurement], float | None]] = {
@@ -89,7 +97,8 @@ def row(measurement: Measurement) -> str:
             _ms(measurement.itl),
             f"{measurement.num_failed} of {measurement.num_requests}",
             "/".join(
-                _or_dash(measurement.cpu(name), "{:.1f}") for name in ("client_s", "server_s", "others_s", "steal_s")
+                _or_dash(measurement.num_cores(name), "{:.2f}")
+                for name in ("client_s", "server_s", "others_s", "steal_s")
             ),
         )
     )
@@ -110,7 +119,7 @@ def ratio_table(measurements: Sequence[Measurement], base_label: str) -> str | N
     return "\n".join(rows)
 
 
-def notes(measurements: Iterable[Measurement]) -> list[str]:
+def notes(measurements: Sequence[Measurement]) -> list[str]:
     """What a reader must know before believing the figures."""
     found: list[str] = []
     for one in measurements:
@@ -134,11 +143,10 @@ def notes(measurements: Iterable[Measurement]) -> list[str]:
                     f"{where}: {long.num_requests} long prompts, TTFT p50/p95/p99 {_ms(long.ttft)} ms, "
                     f"{long.num_failed} failed"
                 )
-        duration_s = median(each.duration_s for each in one.rounds)
-        if (one.cpu("client_s") or 0.0) > 0.25 * duration_s:
-            found.append(f"{where}: the load generator used a quarter of a core or more")
-        if ((one.cpu("others_s") or 0.0) + (one.cpu("steal_s") or 0.0)) > 0.1 * duration_s:
-            found.append(f"{where}: other processes or machines used a tenth of a core or more")
+        if (one.num_cores("client_s") or 0.0) > _LIGHT_CORES:
+            found.append(f"{where}: the load generator used more than a quarter of a core")
+    if loud := [f"{one.label}, {one.workload.name}" for one in measurements if not one.is_quiet]:
+        found.append(f"NOT QUIET: something else used a tenth of a core or more during {'; '.join(loud)}")
     return found
 
 

@@ -65,8 +65,10 @@ async def _send(client: Client, workload: Workload, prompts: Prompts, long_repli
         return await _closed_loop(client, workload, iter(texts))
     ends_at = time.monotonic() + workload.duration_s
     async with asyncio.TaskGroup() as group:
-        beside = workload.long_prompts
-        arriving = group.create_task(_arrivals(client, beside, workload.ask, prompts, long_replies)) if beside else None
+        arriving: asyncio.Task[None] | None = None
+        if (beside := workload.long_prompts) is not None:
+            long_texts = _until(ends_at, prompts, beside.num_tokens)
+            arriving = group.create_task(_arrivals(client, beside, workload.ask, long_texts, long_replies))
         replies = await _closed_loop(client, workload, _until(ends_at, prompts, workload.prompt_tokens))
         if arriving is not None:
             arriving.cancel()
@@ -93,15 +95,15 @@ def _until(ends_at: float, prompts: Prompts, num_tokens: int) -> Iterator[str]:
 
 
 async def _arrivals(
-    client: Client, long_prompts: LongPrompts, ask: Ask, prompts: Prompts, replies: list[RawReply]
+    client: Client, long_prompts: LongPrompts, ask: Ask, texts: Iterator[str], replies: list[RawReply]
 ) -> None:
-    """Until cancelled; what is still on its way is given up then."""
+    """Until `texts` ends and all are answered. When it is cancelled, what is on its way is given up."""
     ask = replace(ask, max_tokens=long_prompts.max_tokens)
 
     async def send(text: str) -> None:
         replies.append(await client.ask(text, ask))
 
     async with asyncio.TaskGroup() as group:
-        while True:
-            group.create_task(send(prompts.make(long_prompts.num_tokens)))
+        for text in texts:
+            group.create_task(send(text))
             await asyncio.sleep(long_prompts.interval_s)

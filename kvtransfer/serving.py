@@ -76,10 +76,14 @@ class ServedPull:
         outgoing.attach(sender)
         self._connection.send([AcceptFrame(PROTOCOL_VERSION)])
         self._send_blocks(outgoing, sender, time.monotonic())
-        header = self._connection.receive_header()
+        self._receive_ack()
+
+    def _receive_ack(self) -> None:
+        until = time.monotonic() + self._deadlines.peer_timeout_s
+        header = self._connection.receive_header(until=until)
         if header.type is not FrameType.ACK:
             raise ProtocolError(f"{header.type.name} where ACK is expected")
-        self._connection.receive_body(header)
+        self._connection.receive_body(header, until)
 
     def _send_blocks(self, outgoing: Outgoing, sender: _PipeSender, accepted_at: float) -> None:
         num_sent = num_sent_before_finish = 0

@@ -273,7 +273,8 @@ class Launcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         left = Watchlist(descendants(os.getpid()) - self._not_ours)
         disconnect_ray()
-        await asyncio.to_thread(left.end, _LEFTOVERS_S)
+        if killed := await asyncio.to_thread(left.end, _LEFTOVERS_S):
+            self._progress(f"killed what did not end by itself: {', '.join(map(str, sorted(killed)))}")
         if is_failure and any(self._folder.glob("*.log")):
             self._progress(f"logs are in {self._folder}")
             shutil.rmtree(self._folder / "ray", ignore_errors=True)

@@ -10,8 +10,7 @@ from contextlib import aclosing
 
 from engine.sampling import SamplingParams
 from pdserve.config import RunOptions, model_name
-from pdserve.local import LocalModel
-from pdserve.models import print_progress
+from pdserve.models import print_progress, resolve_model
 
 
 def run(options: RunOptions, prompt: str, is_raw: bool) -> int:
@@ -26,6 +25,9 @@ async def _run(options: RunOptions, prompt: str, is_raw: bool) -> int:
         seed=secrets.randbits(63) if options.seed is None else options.seed,
     )
     sampling.validate()
+    resolve_model(options.engine.model)  # a wrong name is told before what takes seconds
+    from pdserve.local import LocalModel
+
     started_at = time.monotonic()
     print_progress(f"loading {model_name(options.engine.model, None)}")
     model = await asyncio.to_thread(LocalModel.load, options.engine)

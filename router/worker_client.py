@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
@@ -34,9 +35,11 @@ class EventStream(Generic[Event]):
     def __init__(self, call: Any, from_pb: Callable[[Any], Event]) -> None:
         self._call = call
         self._from_pb = from_pb
+        self._is_closed = False
 
     def close(self) -> None:
         """End the call now. Safe in any state, any number of times."""
+        self._is_closed = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -46,6 +49,12 @@ class EventStream(Generic[Event]):
                 yield self._from_pb(message)
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code(), error.details()) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if self._is_closed or (task is not None and task.cancelling()):
+                raise
+            # the worker left the fleet and its channel was closed under this call
+            raise Unavailable(Reason.LOST_PEER, "the worker has left") from error
         except MalformedMessage as error:
             raise Unavailable(Reason.INTERNAL, f"the worker sent no message of ours: {error}") from error
 

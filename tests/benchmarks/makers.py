@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+
+from benchmarks.client import Ask
+from benchmarks.reply import Reply
+from benchmarks.round import CpuTime, Round, summarize
+from benchmarks.workload import Workload
 
 Script = Sequence[bytes | float]  # what is written, and for how long nothing is
 Answer = Callable[[Mapping[str, Any]], Script | web.Response]
@@ -69,6 +74,15 @@ async def openai_server(answer: Answer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
-    while not await condition():
-        await asyncio.sleep(0)
+def make_reply(*token_times: float, **more: Any) -> Reply:
+    """A whole reply to a request sent at 0."""
+    fields = {"ended_at": token_times[-1] if token_times else 0.0, "num_chunks": len(token_times)}
+    return Reply(sent_at=0.0, token_times=token_times, **{**fields, "num_tokens": len(token_times), **more})
+
+
+def make_round(*replies: Reply, duration_s: float = 1.0) -> Round:
+    return summarize(replies, duration_s, CpuTime(client_s=0.01, server_s=1.5, others_s=0.0, steal_s=0.0))
+
+
+def make_workload(name: str = "1", **more: Any) -> Workload:
+    return Workload(**{"name": name, "num_streams": 1, "num_requests": 2, "prompt_tokens": 20, "ask": Ask(4), **more})

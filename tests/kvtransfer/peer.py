@@ -12,14 +12,16 @@ import asyncio
 import sys
 
 from kvtransfer.errors import TransferError
+from kvtransfer.messages import TransferDeadlines
 from kvtransfer.tcp import TcpTransport
-from tests.kvtransfer.makers import IMPATIENT, Offers, make_blocks, make_destination, make_request
+from tests.kvtransfer.makers import Offers, make_blocks, make_destination, make_request
 
+DEADLINES = TransferDeadlines(open_s=1.0, peer_timeout_s=0.5, working_interval_s=0.1)
 BLOCK_NBYTES = 256 << 10  # enough of them don't fit into the kernel's buffers
 
 
 async def serve(port: int, num_blocks: int, num_finished: int) -> None:
-    transport, offers = TcpTransport(IMPATIENT), Offers()
+    transport, offers = TcpTransport(DEADLINES), Offers()
     offers.offer(make_blocks(num_blocks, BLOCK_NBYTES), num_finished=num_finished)
     print(await transport.listen("127.0.0.1", port, offers), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -27,7 +29,7 @@ async def serve(port: int, num_blocks: int, num_finished: int) -> None:
 
 
 async def pull(address: str, num_blocks: int) -> None:
-    transport = TcpTransport(IMPATIENT)
+    transport = TcpTransport(DEADLINES)
     running = transport.pull(address, make_request(), make_destination(num_blocks, BLOCK_NBYTES))
     print("started", flush=True)
     try:

@@ -69,7 +69,7 @@ def body_of(kind: FrameType, body: bytes) -> ControlFrame:
     return decode_body(Header(kind, len(body), 0, xxh3_64_intdigest(body)), body)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(frames)
 def test_each_frame_comes_back_equal(frame: ControlFrame) -> None:
     header, body = encode(frame)
@@ -88,7 +88,7 @@ def test_a_block_is_its_own_memory_with_a_checksum_before_it() -> None:
         verify(decoded, b"the bytes of a blocK")
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(frames, st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_byte_is_always_noticed(frame: ControlFrame, position: int, change: int) -> None:
     data = bytearray(b"".join(bytes(part) for part in encode(frame)))
@@ -102,13 +102,14 @@ def test_a_changed_byte_is_always_noticed(frame: ControlFrame, position: int, ch
             decode_body(header, bytes(data[HEADER_NBYTES:]))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
 def test_random_bytes_are_no_header(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_header(data, 4096)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(FrameType), st.binary(max_size=80))
 def test_a_random_body_is_a_frame_or_a_protocol_error(kind: FrameType, body: bytes) -> None:
     try:

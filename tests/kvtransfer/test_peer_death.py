@@ -18,7 +18,6 @@ from kvtransfer.errors import PeerLostError, PeerSilentError
 from kvtransfer.frames import FrameType
 from kvtransfer.tcp import TcpTransport
 from tests.kvtransfer.makers import (
-    IMPATIENT,
     Offers,
     Probe,
     assert_nothing_left,
@@ -28,7 +27,7 @@ from tests.kvtransfer.makers import (
     make_request,
     soon,
 )
-from tests.kvtransfer.peer import BLOCK_NBYTES
+from tests.kvtransfer.peer import BLOCK_NBYTES, DEADLINES
 
 ROOT = Path(kvtransfer.__file__).parent.parent
 NUM_BLOCKS = 40  # 10 MiB: more than both kernel buffers hold
@@ -69,7 +68,7 @@ class Peer:
 @asynccontextmanager
 async def make_tcp(probe: Probe | None = None) -> AsyncIterator[TcpTransport]:
     with assert_nothing_left():
-        transport = TcpTransport(IMPATIENT)
+        transport = TcpTransport(DEADLINES)
         if probe is not None:
             transport.tap(probe)
         try:
@@ -100,7 +99,7 @@ async def test_decode_survives_a_prefill_that_dies_in_any_phase(phase: str, deat
             started = time.monotonic()
             with pytest.raises(PeerLostError if death == signal.SIGKILL else PeerSilentError):
                 await soon(pull.result())
-            assert time.monotonic() - started < (1.0 if death == signal.SIGKILL else IMPATIENT.peer_timeout_s + SLACK_S)
+            assert time.monotonic() - started < (1.0 if death == signal.SIGKILL else DEADLINES.open_s + SLACK_S)
             assert await pull.wait_released()
             before = contents(destination)
             prefill.signal(signal.SIGCONT)
@@ -141,7 +140,7 @@ async def test_prefill_gets_its_blocks_back_from_a_decode_that_dies(death: signa
                 outgoing.finish(9, b"")
             error = await offers.next_error()
             assert isinstance(error, PeerLostError if death == signal.SIGKILL else PeerSilentError)
-            assert time.monotonic() - started < (1.0 if death == signal.SIGKILL else IMPATIENT.peer_timeout_s + SLACK_S)
+            assert time.monotonic() - started < (1.0 if death == signal.SIGKILL else DEADLINES.open_s + SLACK_S)
             assert await outgoing.wait_released(0.0)
     await offers.assert_no_leaks()
 

@@ -63,9 +63,9 @@ def test_a_request_that_moved_nothing_says_so() -> None:
 def test_a_timeline_with_hardly_anything_can_be_drawn() -> None:
     drawn = draw_timeline(RequestTimeline("r1").as_dict())
     assert "timeline of r1" in drawn
-    assert "resumed twice" not in drawn
-    assert "resumed 2 times" in draw_timeline(make_timeline(num_resumes=2))
-    assert "resumed once" in draw_timeline(make_timeline(num_resumes=1))
+    assert "resumed" not in drawn
+    assert "resumed 2 times" in draw_timeline(make_timeline(resume_reasons=["KV_LOST", "LOST_PEER"]))
+    assert "resumed once" in draw_timeline(make_timeline(resume_reasons=["KV_LOST"]))
 
 
 def make_worker(**changes: Any) -> dict[str, Any]:
