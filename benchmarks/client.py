@@ -78,7 +78,7 @@ class RawReply:
 
 
 class Client:
-    """Connections to one server, as many as there are requests at a time."""
+    """Requests to one server, any number at a time."""
 
     def __init__(self, target: Target, timeout_s: float = 900.0, api_key: str | None = None) -> None:
         self.target = target
@@ -86,8 +86,10 @@ class Client:
         self._headers: Mapping[str, str] = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
+        # A fresh connection each time: none fails because the server had just closed it as idle.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
-            self.target.url, connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+            self.target.url, connector=connector, timeout=self._timeout, headers=self._headers
         )
         return self
 

@@ -50,10 +50,11 @@ class Reply:
 
 
 def read_reply(reads: Iterable[Read], sent_at: float, ended_at: float) -> Reply:
-    """The reply in a stream of completion or chat chunks. Never raises: what is wrong is the reply's `error`."""
+    """The reply in a stream of completion or chat chunks. What is wrong with it is the reply's `error`."""
     times: list[float] = []
-    num_chunks = num_told = 0
-    is_ended, error = False, ""
+    num_chunks = 0
+    is_ended = is_counted = False
+    error = ""
     usage: Mapping[str, Any] = {}
     for event in events(reads):
         if event.data == DONE:
@@ -70,12 +71,11 @@ def read_reply(reads: Iterable[Read], sent_at: float, ended_at: float) -> Reply:
         choices = chunk.get("choices")
         if not choices:
             continue
-        is_ended = is_ended or bool(choices[0].get("finish_reason"))
-        num_now = usage.get("completion_tokens", 0)
-        if num_now > num_told:
-            num_new, num_told = num_now - num_told, num_now
-        else:
-            num_new = int(_has_token(choices[0]))
+        is_last = bool(choices[0].get("finish_reason"))
+        is_ended = is_ended or is_last
+        # The last chunk may tell the sum: that says nothing of how many tokens this chunk has.
+        is_counted = is_counted or (bool(chunk.get("usage")) and not is_last)
+        num_new = usage["completion_tokens"] - len(times) if is_counted else int(_has_token(choices[0]))
         num_chunks += num_new > 0
         times += [event.arrived_at] * num_new
     if not error and not is_ended:

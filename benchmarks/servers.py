@@ -4,6 +4,7 @@ one-engine   ours, one worker that does both, on all cores
 pools        ours, a prefill and a decode worker, the cores shared out
 vllm         vLLM on the CPU, one process that computes on all cores (peers/vllm_cpu.sh)
 vllm-auto    the same as it comes: one core computes, one is kept for its other processes
+llama.cpp    llama.cpp with weights of 4 bits, where ours and vLLM's have 16 (peers/llama_cpp.sh)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pdserve.process import Watchlist, descendants
 
 START_LIMIT_S = 600.0
 _STOP_LIMIT_S = 60.0
-_VLLM = Path(__file__).parent / "peers" / "vllm_cpu.sh"
+_PEERS = Path(__file__).parent / "peers"
 
 
 class NotInstalled(Exception):
@@ -47,20 +48,26 @@ class Server:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def peer(self) -> Path | None:
+        """The script of a foreign server, or None for ours."""
+        return _PEERS / self.command[0] if self.command[0].endswith(".sh") else None
+
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join([*words, shlex.join(self.command)])
 
 
 _POOLS = ("pdserve", "serve", "--http", "127.0.0.1:PORT", "--grpc", "127.0.0.1:0")
-_PEER = ("vllm_cpu.sh", "start", "MODEL", "PORT")
+_VLLM = ("vllm_cpu.sh", "start", "MODEL", "PORT")
 SERVERS: Mapping[str, Server] = {
     server.name: server
     for server in (
         Server("one-engine", (*_POOLS, "--prefill", "0", "--decode", "1", "MODEL")),
         Server("pools", (*_POOLS, "--prefill", "1", "--decode", "1", "MODEL")),
-        Server("vllm", _PEER),
-        Server("vllm-auto", _PEER, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}),
+        Server("vllm", _VLLM),
+        Server("vllm-auto", _VLLM, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}),
+        Server("llama.cpp", ("llama_cpp.sh", "start", "PORT")),
     )
 }
 
@@ -82,9 +89,9 @@ class RunningServer:
 
 def why_missing(server: Server) -> str | None:
     """What keeps this server from being started here, or None."""
-    if server.command[0] != _VLLM.name:
+    if server.peer is None:
         return None
-    done = subprocess.run([_VLLM, "installed"], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([server.peer, "installed"], stderr=subprocess.PIPE, text=True)
     return done.stderr.strip() or None
 
 
@@ -95,7 +102,7 @@ def running(server: Server) -> Iterator[RunningServer]:
         raise NotInstalled(reason)
     model, port = resolve_model("bundled"), _free_port()
     command = [word.replace("PORT", str(port)).replace("MODEL", str(model)) for word in server.command]
-    start = _start_peer if server.command[0] == _VLLM.name else _start_ours
+    start = _start_ours if server.peer is None else _start_peer
     with (
         tempfile.NamedTemporaryFile(prefix=f"bench-{server.name}-", suffix=".log") as log,
         start(command, {**os.environ, **server.environment}, Path(log.name)) as (pid, ready_s),
@@ -129,16 +136,20 @@ def _start_ours(command: list[str], environment: Mapping[str, str], log: Path) -
 
 @contextmanager
 def _start_peer(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[tuple[int, float]]:
-    started_at = time.monotonic()
+    script, started_at = _PEERS / command[0], time.monotonic()
     environment = {**environment, "PEER_LOG": str(log), "PEER_START_S": str(int(START_LIMIT_S))}
-    done = subprocess.run([_VLLM, *command[1:]], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
+    with subprocess.Popen([script, *command[1:]], env=environment, stdout=subprocess.PIPE, text=True) as starting:
+        try:
+            pid = starting.communicate()[0].strip()
+        except BaseException:
+            starting.terminate()  # it stops what it started
+            raise
+    if starting.returncode != 0:
         raise NotStarted(_tail(log))
-    pid = done.stdout.strip()
     try:
         yield int(pid), time.monotonic() - started_at
     finally:
-        subprocess.run([_VLLM, "stop", pid], check=True)
+        subprocess.run([script, "stop", pid], check=True)
 
 
 def _free_port() -> int:

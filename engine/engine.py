@@ -43,8 +43,8 @@ class Engine:
         """An engine around a loaded model, which it takes over: one engine a model. Raises as `load`."""
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise EngineError(
-                f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs {config.max_num_seqs}: "
-                "each running sequence needs one token a step"
+                f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs "
+                f"{config.max_num_seqs}: each running sequence needs one token a step"
             )
         shape = KvShape(
             num_layers=len(loaded.plan.cache_layers),

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -25,8 +24,9 @@ from engine.probe import NUM_PROBE_TOKENS, AttentionPlan, ProbeAttention, check_
 
 _PAGED = "pdserve"  # no mask function is registered for it: transformers then builds no mask
 _PROBE = "pdserve_probe"
-REFERENCE = "sdpa"
+_REFERENCE = "eager"  # the one that every architecture has
 _NOT_IDENTITY = frozenset({"dtype", "transformers_version", "_name_or_path", "_model_name_or_path"})
+_NUM_SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
 AttentionCallable = Callable[..., tuple[torch.Tensor, None]]
 
@@ -55,25 +55,23 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load, probe, and select our attention. Raises `ModelRefused` for what would be served wrongly."""
+    """Load, probe, and select our attention. Raises `ModelRefused` for what would be served wrongly.
+
+    Weights that are stored in `dtype` stay pages of the mapped file, which all processes share.
+    """
     AttentionInterface.register(_PAGED, _call_attached)
     AttentionInterface.register(_PROBE, _call_attached)
     AttentionMaskInterface.register(_PROBE, record_mask)
     transformers_logging.disable_progress_bar()
-    hf_config = AutoConfig.from_pretrained(config.model)
-    text_config = hf_config.get_text_config()
-    max_model_len = _max_model_len(config, text_config)
-    check_config(text_config, max_model_len)
     dtype = pick_dtype(config.dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation=_PROBE)
-    except (KeyError, ValueError) as error:
-        raise ModelRefused(
-            f"{hf_config.model_type}: model code does not use the attention interface; not supported ({error})"
-        ) from error
-    model.eval()
-    _share_pages(model, config.model, dtype)
-    plan = _probe(model, text_config)
+        hf_config = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelRefused(f"{config.model}: no model configuration that transformers knows: {error}") from error
+    text_config = hf_config.get_text_config()
+    max_model_len = check_config(text_config, config.max_model_len)
+    model = _from_pretrained(config.model, dtype, hf_config)
+    plan = _probe(model, text_config, max_model_len)
     model.set_attn_implementation(_PAGED)
     return LoadedModel(
         model=model,
@@ -94,7 +92,7 @@ def attach(loaded: LoadedModel, attention: AttentionCallable) -> None:
 
 def use_reference_attention(loaded: LoadedModel, is_reference: bool) -> None:
     """Switch between transformers' own attention and ours: for the self-test at load."""
-    loaded.model.set_attn_implementation(REFERENCE if is_reference else _PAGED)
+    loaded.model.set_attn_implementation(_REFERENCE if is_reference else _PAGED)
 
 
 def pick_dtype(name: str) -> torch.dtype:
@@ -120,7 +118,24 @@ def _call_attached(
     return attention(module, query, key, value, attention_mask, **kwargs)
 
 
-def _probe(model: Any, text_config: Any) -> AttentionPlan:
+def _from_pretrained(folder: Path, dtype: torch.dtype, hf_config: Any) -> Any:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=hf_config, dtype=dtype, attn_implementation=_PROBE, output_loading_info=True
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelRefused(f"{folder}: weights that can't be loaded: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise ModelRefused(
+            f"{hf_config.model_type}: model code does not use the attention interface; not supported ({error})"
+        ) from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would leave these random
+        raise ModelRefused(f"{folder}: the checkpoint has no {missing[0]} ({len(missing)} weights are missing)")
+    return model.eval()
+
+
+def _probe(model: Any, text_config: Any, max_model_len: int) -> AttentionPlan:
     probe = ProbeAttention()
     for module in model.modules():
         module.pdserve_attention = probe
@@ -133,33 +148,7 @@ def _probe(model: Any, text_config: Any) -> AttentionPlan:
         raise ModelRefused(
             f"{text_config.model_type}: the model's code does not run with our attention: {error}"
         ) from error
-    return plan_attention(text_config, probe.calls)
-
-
-def _max_model_len(config: EngineConfig, text_config: Any) -> int:
-    limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
-    if config.max_model_len is None:
-        return int(limit or 2048)
-    if limit is not None and config.max_model_len > limit:
-        raise ModelRefused(f"--max-model-len {config.max_model_len} is more than the model's {limit}")
-    return config.max_model_len
-
-
-def _share_pages(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Let parameters be views of the mapped file where they are stored just as they are used, so that
-    all workers of a machine share one copy in the page cache.
-    """
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        return
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ModelRefused(f"{path}: not a readable safetensors file: {error}") from error
-    for name, parameter in model.named_parameters():
-        tensor = stored.get(name)
-        if tensor is not None and tensor.dtype == dtype == parameter.dtype and tensor.shape == parameter.shape:
-            parameter.data = tensor
+    return plan_attention(text_config, probe.calls, max_model_len)
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
@@ -176,13 +165,24 @@ def _identity(folder: Path, text_config: Any) -> ModelIdentity:
     config = {key: value for key, value in text_config.to_dict().items() if key not in _NOT_IDENTITY}
     rope = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", None)
     tokenizer = folder / "tokenizer.json"
-    weights = [f"{path.name}:{path.stat().st_size}" for path in sorted(folder.glob("*.safetensors"))]
+    weights = [_sample(path) for path in sorted(folder.glob("*.safetensors"))]
     return ModelIdentity(
         base_model=f"{text_config.model_type}-{_digest(_json(config))}",
         tokenizer=_digest(tokenizer.read_bytes()) if tokenizer.is_file() else "none",
         position_encoding=_digest(_json(rope)),
         weights=_digest(_json(weights)),
     )
+
+
+def _sample(path: Path) -> str:
+    """A digest of a file's size, its header and some of its pages: enough to tell a fine-tune from another."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        parts = [str(size).encode()]
+        for place in range(_NUM_SAMPLES):
+            file.seek(size * place // _NUM_SAMPLES)
+            parts.append(file.read(_SAMPLE_NBYTES))
+    return _digest(b"".join(parts))
 
 
 def _json(value: Any) -> bytes:

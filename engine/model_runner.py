@@ -10,7 +10,7 @@ from engine.attention.context import AttentionContext, Chunk, DecodeRows
 from engine.attention.paged import PagedAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.batch import Batch, BatchItem
-from engine.errors import ModelRefused
+from engine.errors import EngineError, ModelRefused
 from engine.kv_cache import KvCache
 from engine.model_loader import LoadedModel, attach, use_reference_attention
 from engine.output_stream import SampledToken
@@ -18,8 +18,7 @@ from engine.sampler import Sampler
 from engine.sampling import SamplingParams
 from engine.sequence import Sequence
 
-_SELF_TEST_TOKENS = 40
-_SELF_TEST_CHUNKS = (13, 1, 9, 1, 1, 11, 1, 1, 1, 1)  # their sum is _SELF_TEST_TOKENS
+_SELF_TEST_CHUNKS = (17, 1, 13, 1)
 
 
 class ModelRunner:
@@ -47,30 +46,37 @@ class ModelRunner:
         chunks by ours. Raises `ModelRefused` when they differ: state outside attention shows here.
         Uses the first blocks of the cache, so nothing may run yet.
         """
+        ends = list(itertools.accumulate(_SELF_TEST_CHUNKS))
         generator = torch.Generator().manual_seed(7)
-        token_ids = torch.randint(0, self.loaded.vocab_size, (_SELF_TEST_TOKENS,), generator=generator).tolist()
-        num_blocks = -(-_SELF_TEST_TOKENS // self._block_size)
+        token_ids = torch.randint(0, self.loaded.vocab_size, (ends[-1],), generator=generator).tolist()
+        num_blocks = -(-ends[-1] // self._block_size)
         if num_blocks > self._cache.num_blocks:
-            raise ModelRefused(f"the KV cache has {self._cache.num_blocks} blocks; it needs {num_blocks} at least")
-        table = list(range(num_blocks))
+            raise EngineError(f"the KV cache has {self._cache.num_blocks} blocks; it needs {num_blocks} at least")
+        table = list(range(num_blocks))[::-1]
         sequence = Sequence("self-test", token_ids, len(token_ids), SamplingParams(temperature=0.0))
-        ours = []
         with torch.inference_mode():
-            for end, length in zip(itertools.accumulate(_SELF_TEST_CHUNKS), _SELF_TEST_CHUNKS, strict=True):
-                start = end - length
-                ours.append(self._forward((BatchItem(sequence, token_ids[start:end], start, (table,), True),)))
+            ours = torch.cat(
+                [
+                    self._forward((BatchItem(sequence, token_ids[end - length : end], end - length, (table,), True),))
+                    for end, length in zip(ends, _SELF_TEST_CHUNKS, strict=True)
+                ]
+            ).float()
             use_reference_attention(self.loaded, True)
-            ends = torch.tensor(list(itertools.accumulate(_SELF_TEST_CHUNKS))) - 1
-            reference = self.loaded.model(
-                input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=ends
-            ).logits[0]
+            reference: torch.Tensor = (
+                self.loaded.model(
+                    input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=torch.tensor(ends) - 1
+                )
+                .logits[0]
+                .float()
+            )
             use_reference_attention(self.loaded, False)
-        error = (torch.cat(ours).float() - reference.float()).norm() / reference.float().norm()
-        limit = 1e-3 if self.loaded.dtype == torch.float32 else 0.1
+        errors = (ours - reference).norm(dim=-1) / reference.norm(dim=-1)
+        # in half precision a near tie of an expert router may send one token another way; lost state sends them all
+        error, limit = (errors.max(), 1e-3) if self.loaded.dtype == torch.float32 else (errors[1:].median(), 0.1)
         if not error < limit:
             raise ModelRefused(
-                f"{self.loaded.model.config.model_type}: logits computed in chunks differ from the model's own by {error:.3g} "
-                f"(limit {limit:g}): it keeps state that paged attention can't carry; not supported"
+                f"{self.loaded.model.config.model_type}: logits computed in chunks differ from the model's own by "
+                f"{error:.3g} (limit {limit:g}): it keeps state that paged attention can't carry; not supported"
             )
 
     def _forward(self, items: tuple[BatchItem, ...]) -> torch.Tensor:

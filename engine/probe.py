@@ -17,6 +17,7 @@ import torch
 from engine.errors import ModelRefused
 
 NUM_PROBE_TOKENS = 6
+_DEFAULT_MODEL_LEN = 2048  # of a model that names no limit
 _READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 _HARMLESS = frozenset(
     {
@@ -57,6 +58,7 @@ class AttentionCall:
     k_dim: int
     v_dim: int
     window: int | None
+    is_causal: bool
     mask: torch.Tensor | None
     keywords: frozenset[str]
 
@@ -84,6 +86,7 @@ class ProbeAttention:
                 k_dim=key.shape[-1],
                 v_dim=value.shape[-1],
                 window=kwargs.get("sliding_window"),
+                is_causal=bool(kwargs.get("is_causal", getattr(module, "is_causal", True))),
                 mask=mask,
                 keywords=frozenset(name for name, given in kwargs.items() if given is not None),
             )
@@ -104,15 +107,20 @@ class AttentionPlan:
     head_dim: int  # the most of any layer's K and V
 
 
-def check_config(config: Any, max_model_len: int) -> None:
-    """Refuse by configuration what the probe's forward pass can't show. Raises `ModelRefused`."""
+def check_config(config: Any, max_model_len: int | None) -> int:
+    """Refuse by configuration what the probe's forward pass can't show. Raises `ModelRefused`.
+
+    Returns the length to serve: the one asked for, else the model's own.
+    """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name}: encoder-decoder models are not supported; use a decoder-only model")
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    length = max_model_len or limit or _DEFAULT_MODEL_LEN
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if "chunked_attention" in kinds:
         chunk = getattr(config, "attention_chunk_size", 0) or 0
-        if max_model_len > chunk or getattr(config, "attn_temperature_tuning", False):
+        if length > chunk or getattr(config, "attn_temperature_tuning", False):
             raise ModelRefused(
                 f"{name}: chunked attention / position-dependent query scaling; lower --max-model-len to <= {chunk} "
                 "(and attn_temperature_tuning must be off)"
@@ -123,20 +131,29 @@ def check_config(config: Any, max_model_len: int) -> None:
             f"{name}: layers of kind {', '.join(unknown)} keep recurrent or convolution state, or use attention of "
             "another form; only models of full and sliding-window attention are supported"
         )
+    _check_rope(config, length, limit)
+    if limit is not None and length > limit:
+        raise ModelRefused(f"{name}: --max-model-len {length} is more than the model's {limit}")
+    return int(length)
+
+
+def _check_rope(config: Any, length: int, limit: int | None) -> None:
+    """Refuse positions past the point where the rotation depends on what else is in the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         kind = parameters.get("rope_type", "default")
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", config.max_position_embeddings
-        )
-        if kind in ("dynamic", "longrope") and max_model_len > original:
+        original = parameters.get("original_max_position_embeddings") if kind == "longrope" else limit
+        if kind in ("dynamic", "longrope") and (original is None or length > original):
             raise ModelRefused(
-                f"{name}: rope type {kind} depends on the longest sequence in the batch; set --max-model-len <= {original}"
+                f"{config.model_type}: rope type {kind} depends on the longest sequence in the batch; "
+                f"set --max-model-len <= {original}"
             )
 
 
-def plan_attention(config: Any, calls: list[AttentionCall]) -> AttentionPlan:
-    """Turn the probe's notes into a plan. Raises `ModelRefused` with the reason."""
+def plan_attention(config: Any, calls: list[AttentionCall], max_model_len: int) -> AttentionPlan:
+    """Turn the probe's notes into a plan that holds for sequences of up to `max_model_len` tokens.
+    Raises `ModelRefused` with the reason.
+    """
     name = config.model_type
     if not calls:
         raise ModelRefused(f"{name}: model code does not use the attention interface; not supported")
@@ -152,13 +169,14 @@ def plan_attention(config: Any, calls: list[AttentionCall]) -> AttentionPlan:
     if len(by_layer) < num_layers:
         missing = sorted(set(range(num_layers)) - set(by_layer))
         raise ModelRefused(
-            f"{name}: layers {missing} keep recurrent/conv state or bypass attention; only pure attention models are supported"
+            f"{name}: layers {missing} keep recurrent/conv state or bypass attention; "
+            "only pure attention models are supported"
         )
     windows = {}
     for index, (call,) in ((index, tuple(group)) for index, group in by_layer.items()):
         if unknown := sorted(call.keywords - _READ - _HARMLESS):
             raise ModelRefused(f"{name}: attention argument {unknown[0]} is not supported")
-        windows[index] = _window(name, call)
+        windows[index] = _window(name, call, max_model_len)
     return AttentionPlan(
         cache_layers={index: place for place, index in enumerate(sorted(by_layer))},
         windows=windows,
@@ -167,19 +185,23 @@ def plan_attention(config: Any, calls: list[AttentionCall]) -> AttentionPlan:
     )
 
 
-def _window(name: str, call: AttentionCall) -> int | None:
-    """The layer's sliding window, by its keyword or by its mask; they must agree."""
-    if call.mask is None:
-        return call.window
-    if not isinstance(call.mask, MaskRecord) or not hasattr(call.mask, "mask_function"):
-        raise ModelRefused(f"{name}: layer {call.layer_index} builds a mask of its own; not supported")
-    window = call.window if call.window is not None else call.mask.local_size
-    reach = window if window is not None else 64
-    for query in (0, 1, reach - 1, reach, reach + 1, 4 * reach + 3):
-        for key in (0, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1):
-            if key < 0 or query < 0:
-                continue
-            visible = key <= query and (window is None or key > query - window)
-            if bool(call.mask.mask_function(0, 0, torch.tensor(query), torch.tensor(key))) != visible:
-                raise ModelRefused(f"{name}: layer {call.layer_index} uses a mask other than causal or sliding window")
-    return window
+def _window(name: str, call: AttentionCall, max_model_len: int) -> int | None:
+    """The layer's sliding window, by its keyword or by its mask, which must agree. `None`: sees everything."""
+    if call.mask is None and not call.is_causal:
+        raise ModelRefused(f"{name}: layer {call.layer_index} lets tokens see what comes after them; not supported")
+    window = call.window
+    if call.mask is not None:
+        if not isinstance(call.mask, MaskRecord) or not hasattr(call.mask, "mask_function"):
+            raise ModelRefused(f"{name}: layer {call.layer_index} builds a mask of its own; not supported")
+        window = window if window is not None else call.mask.local_size
+        reach = window if window is not None else 64
+        for query in (0, 1, reach - 1, reach, reach + 1, 4 * reach + 3, max_model_len - 1):
+            for key in (0, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1):
+                if not 0 <= query < max_model_len or key < 0:
+                    continue
+                visible = key <= query and (window is None or key > query - window)
+                if bool(call.mask.mask_function(0, 0, torch.tensor(query), torch.tensor(key))) != visible:
+                    raise ModelRefused(
+                        f"{name}: layer {call.layer_index} uses a mask other than causal or sliding window"
+                    )
+    return window if window is not None and window < max_model_len else None

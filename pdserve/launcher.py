@@ -6,7 +6,7 @@
 4. The workers load their weights and report to the router; when all are ready, so is the server.
 5. A worker that dies is started again by Ray. A router that dies ends everything.
 6. The end: the router finishes what runs and takes nothing new, then the workers are drained, then Ray ends.
-   Whatever is still there is killed: no process is left, whichever way this one ends.
+   Whatever is still there is killed; where this process is killed itself, the reaper does that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -28,8 +27,9 @@ from pdserve.client import Client
 from pdserve.config import RouterOptions, ServeOptions, WorkerOptions, model_name
 from pdserve.errors import ClientError, LaunchFailed
 from pdserve.models import Progress, print_progress, resolve_model
-from pdserve.process import Watchlist, descendants
-from pdserve.ray_session import connect_ray, disconnect_ray, node_address
+from pdserve.process import Watchlist
+from pdserve.ray_session import RaySession, node_address
+from pdserve.reaper import Reaper, keep_logs, users_of
 from pdserve.worker_actor import ActorPlace, WorkerHandle
 from pdserve_wire.auth import make_token_file, read_token
 from pdserve_wire.deadlines import DEADLINES
@@ -57,7 +57,7 @@ class Addresses:
 
 
 class Launcher:
-    """`async with` it: the server is ready inside, and gone after. For one event loop, on the main thread.
+    """`async with` it: the server is ready inside, and gone after. For one event loop.
 
     Raises `LaunchFailed`, `ModelNotFound`, `BadTokenFile` or OSError where it can't start.
     """
@@ -75,12 +75,13 @@ class Launcher:
 
     async def __aenter__(self) -> Self:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._not_ours = descendants(os.getpid())
         self._folder = _private_folder()
+        self._reaper = Reaper(self._folder)
+        self._ray = RaySession(self._options, self._folder)
         try:
             await self._start()
-        except BaseException:
-            await self._end(is_failure=True)
+        except BaseException as error:
+            await self._end(is_failure=isinstance(error, Exception))
             raise
         return self
 
@@ -111,8 +112,9 @@ class Launcher:
             make_token_file(token_file)
         token = read_token(token_file)
         router = self._start_router(model, token_file)
+        self._progress(f"logs of the router and the workers: {self._folder}")
         self._progress(f"starting Ray{f' ({options.ray_address})' if options.ray_address else ' on this machine'}")
-        num_threads = connect_ray(options, self._folder)
+        num_threads = await self._unless_failed(self._ray.open())
         self.addresses = await self._router_addresses(router)
         self._progress(f"starting {options.num_workers} workers, threads each: {num_threads}")
         self._start_workers(model, token_file, token, num_threads)
@@ -271,20 +273,20 @@ class Launcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = Watchlist(descendants(os.getpid()) - self._not_ours)
-        disconnect_ray()
+        left = Watchlist(users_of(self._folder))
+        await asyncio.to_thread(self._ray.close)
         if killed := await asyncio.to_thread(left.end, _LEFTOVERS_S):
             self._progress(f"killed what did not end by itself: {', '.join(map(str, sorted(killed)))}")
+        await asyncio.to_thread(self._reaper.dismiss)
         if is_failure and any(self._folder.glob("*.log")):
+            keep_logs(self._folder)
             self._progress(f"logs are in {self._folder}")
-            shutil.rmtree(self._folder / "ray", ignore_errors=True)
-            (self._folder / "cluster-token").unlink(missing_ok=True)
         else:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _private_folder() -> Path:
-    """For this user's eyes only. Ray's sockets are in it, and a socket's path may have 107 characters."""
+    """Of this user only. Ray's sockets are in it, and a socket's path may have 107 characters."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="pdserve-", dir=parent if len(parent) <= 30 else "/tmp"))
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+_KILLED_S = 5.0  # what was killed ends at once, unless the kernel is busy with it
+
 
 def num_usable_cores() -> int:
     """Cores that this process may use: of its affinity and its control group."""
@@ -66,12 +68,12 @@ class Watchlist:
         return set(left.values())
 
     def end(self, timeout_s: float) -> set[int]:
-        """Wait, kill those that are left, and close; the ids of those that had to be killed."""
+        """Wait so long, kill those that are left, and close; the ids of those that had to be killed."""
         left = self.wait(timeout_s)
         for fd, pid in self._pids.items():
             if pid in left:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-        self.wait(timeout_s)
+        self.wait(_KILLED_S)
         self.close()
         return left
 

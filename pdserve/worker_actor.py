@@ -13,7 +13,9 @@ that Ray knows nothing of, so Ray is never on a token's path.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass, replace
@@ -33,8 +35,11 @@ class WorkerActor:
 
     def __init__(self, spec: ChildSpec, is_on_any_node: bool) -> None:
         """With `is_on_any_node` the child is told this node's address, and logs to a folder made here."""
+        self._own_folder: Path | None = None
         if is_on_any_node:
-            folder = Path(tempfile.mkdtemp(prefix="pdserve-"))
+            with contextlib.suppress(PermissionError):  # Ray's workers are nice (15), and children are as their parents
+                os.setpriority(os.PRIO_PROCESS, 0, 0)
+            self._own_folder = folder = Path(tempfile.mkdtemp(prefix="pdserve-"))
             advertise = f"--advertise={ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
             spec = replace(spec, arguments=(*spec.arguments, advertise), log_file=folder / spec.log_file.name)
         self._child = WatchedChild(spec)
@@ -54,7 +59,10 @@ class WorkerActor:
 
     def stop(self) -> ChildEnd:
         """Drain the child, and kill it when the time is up. The actor stays, and starts no other."""
-        return self._child.stop()
+        end = self._child.stop()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+        return end
 
     def _end_with_child(self) -> None:
         end = self._child.ended.result()
@@ -92,7 +100,11 @@ class WorkerHandle:
 
     async def wait_started(self) -> int:
         """The process id of the child, also of one that a restarted actor is yet to start."""
-        pid: int = await self._actor.wait_started.options(max_task_retries=-1).remote()
+        pid: int
+        try:
+            pid = await self._actor.wait_started.remote()
+        except RayActorError:  # between two lives; not asked for at first, for Ray tells of each retry
+            pid = await self._actor.wait_started.options(max_task_retries=-1).remote()
         return pid
 
     async def wait_ended(self) -> ChildEnd:

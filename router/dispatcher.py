@@ -20,7 +20,7 @@ from pdserve_wire.timeline import RequestTimeline
 from router.attempt import Attempt
 from router.fleet import Fleet, Worker
 from router.generation import GenerationRequest
-from router.policy import pick
+from router.policy import Identity, are_tried, pick_prefill
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,13 @@ class Dispatcher:
         self, request: GenerationRequest, timeline: RequestTimeline
     ) -> AsyncGenerator[tuple[Token, ...], None]:
         emitted: list[Token] = []
-        avoid: set[tuple[str, int]] = set()
+        avoid: set[Identity] = set()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s
         for generation in range(self._options.max_attempts):
             if deadline <= loop.time():
                 raise Unavailable(Reason.NO_ROOM, f"the request was not finished within {request.timeout_s:g} s")
-            prefill = self._pick_prefill(avoid)
+            prefill = self._pick_prefill(request.model, avoid)
             worker_request = self._worker_request(request, emitted, generation, deadline - loop.time())
             attempt = Attempt(self._fleet, worker_request, emitted, timeline, avoid, prefill)
             try:
@@ -89,21 +89,37 @@ class Dispatcher:
                         if tokens[-1].finish_reason is not None:
                             return
             except Unavailable as error:
-                if not _can_be_rebuilt(error) or generation + 1 == self._options.max_attempts:
+                is_last = generation + 1 == self._options.max_attempts
+                if is_last or error.reason is Reason.NO_ROOM or (not emitted and self._is_overloaded(error, avoid)):
                     raise
                 timeline.resume_reasons.append(error.reason)
                 logger.warning(
                     "%s: built again after %d tokens: %s: %s", request.request_id, len(emitted), error.reason, error
                 )
             if generation:
-                await asyncio.sleep(_FIRST_BACKOFF_S * 2**generation * random.uniform(0.5, 1.0))
+                backoff_s = _FIRST_BACKOFF_S * 2**generation * random.uniform(0.5, 1.0)
+                await asyncio.sleep(min(backoff_s, max(0.0, deadline - loop.time())))
 
-    def _pick_prefill(self, avoid: set[tuple[str, int]]) -> Worker | None:
-        """`None`: decode prefills by itself. Raises `Unavailable` where policy forbids that."""
-        worker = pick(self._fleet.ready("prefill"), avoid)
-        if worker is None and self._options.no_prefill_policy == "refuse" and not self._fleet.ready("both"):
-            raise Unavailable(Reason.NO_WORKER, "no prefill worker is ready; start one, or retry when it is up")
+    def _pick_prefill(self, model: str, avoid: set[Identity]) -> Worker | None:
+        """One that a decode worker can take KV from, or `None`: decode prefills by itself.
+
+        Raises `Unavailable` where nobody can serve the request now, so that nothing is opened in vain.
+        """
+        decode = self._fleet.ready("decode", "both", model=model)
+        if not decode:
+            raise Unavailable(Reason.NO_WORKER, "no decode worker is ready; start one, or retry when it is up")
+        prefill = self._fleet.ready("prefill", model=model)
+        worker = pick_prefill(prefill, decode, avoid)
+        is_local = worker is None and not self._fleet.ready("both", model=model)
+        if is_local and self._options.no_prefill_policy == "refuse":
+            why = "none has the model and KV layout of a decode worker" if prefill else "none is ready"
+            raise Unavailable(Reason.NO_WORKER, f"no prefill worker: {why}; start one, or retry when it is up")
         return worker
+
+    def _is_overloaded(self, error: Unavailable, avoid: set[Identity]) -> bool:
+        """Every worker of a pool has been asked and is busy: to build again at once would only add to that."""
+        pools = (self._fleet.ready("prefill"), self._fleet.ready("decode", "both"))
+        return error.reason is Reason.BUSY and any(pool and are_tried(pool, avoid) for pool in pools)
 
     def _worker_request(
         self, request: GenerationRequest, emitted: list[Token], generation: int, timeout_s: float
@@ -120,8 +136,3 @@ class Dispatcher:
             priority=request.priority,
             model=request.model,
         )
-
-
-def _can_be_rebuilt(error: Unavailable) -> bool:
-    """No worker, no time: another attempt would fare no better."""
-    return error.reason not in (Reason.NO_WORKER, Reason.NO_ROOM)

@@ -82,19 +82,27 @@ class Fleet(pb_grpc.FleetServicer):
         self._token = token
         self._workers: dict[str, Worker] = {}
         self._streams: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
 
     @property
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
 
-    def ready(self, *roles: str) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.hello.role in roles and worker.is_ready]
+    def ready(self, *roles: str, model: str = "") -> list[Worker]:
+        """Those that take requests now; of one served model, if `model` names it."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.hello.role in roles and worker.is_ready and model in ("", worker.hello.model)
+        ]
 
     def is_known(self, worker: Worker) -> bool:
         """Whether it is still a member, and heard of lately."""
         return self._workers.get(worker.worker_id) is worker and worker.beat_age_s < 2.5 * DEADLINES.beat_interval_s
 
     async def Report(self, reports: AsyncIterator[pb.WorkerReport], context: ReportContext) -> None:
+        if self._is_closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this router is shutting down")
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
@@ -109,6 +117,8 @@ class Fleet(pb_grpc.FleetServicer):
                     worker.load = load_from_pb(report.load)
                     worker.beat_at = time.monotonic()
                     worker.is_suspect = False
+                    # another process that had taken its id may be gone
+                    self._workers.setdefault(worker.worker_id, worker)
         except MalformedMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
@@ -118,9 +128,11 @@ class Fleet(pb_grpc.FleetServicer):
             self._streams.discard(task)
             if worker is not None:
                 await self._leave(worker)
+            await asyncio.gather(beats, return_exceptions=True)
 
     async def close(self) -> None:
-        """End all memberships."""
+        """End all memberships, and take no new ones."""
+        self._is_closed = True
         for task in list(self._streams):
             task.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -35,28 +36,18 @@ class EventStream(Generic[Event]):
     def __init__(self, call: Any, from_pb: Callable[[Any], Event]) -> None:
         self._call = call
         self._from_pb = from_pb
-        self._is_closed = False
 
     def close(self) -> None:
         """End the call now. Safe in any state, any number of times."""
-        self._is_closed = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Events until the worker ends the call. Raises `PdserveError` when it failed."""
-        try:
+        with _translated():
             async for message in self._call:
+                if message is None:  # gRPC's word for bytes that it could not parse
+                    raise MalformedMessage("its bytes can't be parsed")
                 yield self._from_pb(message)
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details()) from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if self._is_closed or (task is not None and task.cancelling()):
-                raise
-            # the worker left the fleet and its channel was closed under this call
-            raise Unavailable(Reason.LOST_PEER, "the worker has left") from error
-        except MalformedMessage as error:
-            raise Unavailable(Reason.INTERNAL, f"the worker sent no message of ours: {error}") from error
 
 
 class WorkerClient:
@@ -70,25 +61,46 @@ class WorkerClient:
         self._control = pb_grpc.ControlStub(self._channel)
 
     def prefill(self, request: WorkerRequest) -> EventStream[PrefillEvent]:
-        call = self._prefill.Prefill(request_to_pb(request), metadata=self._metadata)
+        """Raises `PdserveError` where the worker has left already."""
+        with _translated():
+            call = self._prefill.Prefill(request_to_pb(request), metadata=self._metadata)
         return EventStream(call, prefill_event_from_pb)
 
     def decode(self, request: WorkerRequest, handoff: KvHandoff | None, pull_attempt: int) -> EventStream[DecodeEvent]:
-        """Without a hand-off the worker prefills by itself."""
+        """Without a hand-off the worker prefills by itself. Raises as `prefill` does."""
         message = pb.DecodeRequest(request=request_to_pb(request), pull_attempt=pull_attempt)
         if handoff is not None:
             message.handoff.CopyFrom(handoff_to_pb(handoff))
-        call = self._decode.Decode(message, metadata=self._metadata)
+        with _translated():
+            call = self._decode.Decode(message, metadata=self._metadata)
         return EventStream(call, decode_event_from_pb)
 
     async def ledger(self) -> str:
         """The worker's ledger as JSON. Raises `PdserveError`."""
-        try:
+        with _translated():
             call = self._control.Ledger(pb.LedgerRequest(), metadata=self._metadata, timeout=DEADLINES.open_s)
             response: pb.LedgerResponse = await call
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details()) from error
         return response.json
 
     async def close(self) -> None:
+        """Every call that is open ends as a lost peer."""
         await self._channel.close(None)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """The one place where what gRPC raises becomes ours: of all its ways to fail, none may pass as another."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_status(error.code(), error.details()) from error
+    except grpc.aio.UsageError as error:  # the channel was closed before the call
+        raise Unavailable(Reason.LOST_PEER, "the worker has left") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # nobody cancelled us: the channel was closed under the call
+        raise Unavailable(Reason.LOST_PEER, "the worker has left") from error
+    except MalformedMessage as error:
+        raise Unavailable(Reason.INTERNAL, f"the worker sent no message of ours: {error}") from error

@@ -89,7 +89,7 @@ def assert_equal(golden: Golden, output_ids: list[int], kind: str, name: str) ->
             return
 
 
-def _make(model_folder: Path, kind: str) -> list[dict[str, Any]]:
+def _make(model_folder: Path, kind: str, numbers: range = range(len(PROMPTS))) -> list[dict[str, Any]]:
     import torch
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM, LogitsProcessorList
@@ -98,11 +98,12 @@ def _make(model_folder: Path, kind: str) -> list[dict[str, Any]]:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     made = []
-    for number, prompt in enumerate(PROMPTS):
-        prompt_ids = tokenizer.encode(prompt).ids
+    for number in numbers:
+        prompt_ids = tokenizer.encode(PROMPTS[number]).ids
         chooser = _Chooser(sampling_of(kind, number))
         output = model.generate(
             torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),  # else it hides pad tokens in the prompt
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             logits_processor=LogitsProcessorList([chooser]),

@@ -71,9 +71,22 @@ def assert_same_seeded(
     all_logits = reference_logits(model, prompt_ids, output_ids)
     for place, (token_id, logits) in enumerate(zip(output_ids, all_logits, strict=True)):
         before = [*prompt_ids, *output_ids[:place]]
-        number = uniform(sampling.seed, choice, len(before))
-        allowed = acceptable_tokens(logits, sampling, before, len(prompt_ids), eos_token_ids, number)
-        assert token_id in allowed, f"token {place} is {token_id}, not of {sorted(allowed)}"
+        expected = draw(
+            process(logits, sampling, before, len(prompt_ids), eos_token_ids), sampling, choice, len(before)
+        )
+        if token_id != expected:
+            allowed = acceptable_tokens(logits, sampling, before, len(prompt_ids), eos_token_ids, choice)
+            assert token_id in allowed, f"token {place} is {token_id}, not {expected}, nor of {sorted(allowed)}"
+
+
+def draw(scores: torch.Tensor, sampling: SamplingParams, choice: int, position: int, moved: float = 0.0) -> int:
+    """The token at `position`, by inverse CDF over processed `scores` `[vocab_size]`, naively in float64."""
+    if sampling.is_greedy:
+        return int(scores.argmax())
+    cumulative = scores.double().softmax(-1).cumsum(-1)
+    number = max(0.0, uniform(sampling.seed, choice, position) + moved)
+    place = torch.searchsorted(cumulative, number * cumulative[-1], right=True)
+    return min(int(place), len(scores) - 1)
 
 
 def acceptable_tokens(
@@ -81,24 +94,18 @@ def acceptable_tokens(
     sampling: SamplingParams,
     before: Sequence[int],
     num_prompt_tokens: int,
-    eos_token_ids: frozenset[int],
-    number: float,
+    eos_token_ids: frozenset[int] = frozenset(),
+    choice: int = 0,
 ) -> set[int]:
     """What may be chosen from `logits` `[vocab_size]` after the tokens `before`: nearly always one token.
 
     More where the number drawn, or a filter, is within `MAX_DRAW_GAP` of where the choice changes.
     """
-    allowed = set()
-    for variant in _neighbours(sampling):
-        scores = process(logits, variant, before, num_prompt_tokens, eos_token_ids)
-        if sampling.is_greedy:
-            allowed.add(int(scores.argmax()))
-            continue
-        cumulative = scores.double().softmax(-1).cumsum(-1)
-        for moved in (number - MAX_DRAW_GAP, number, number + MAX_DRAW_GAP):
-            place = torch.searchsorted(cumulative, max(0.0, moved) * cumulative[-1], right=True)
-            allowed.add(min(int(place), len(scores) - 1))
-    return allowed
+    return {
+        draw(process(logits, variant, before, num_prompt_tokens, eos_token_ids), sampling, choice, len(before), moved)
+        for variant in _neighbours(sampling)
+        for moved in (0.0, -MAX_DRAW_GAP, MAX_DRAW_GAP)
+    }
 
 
 def process(

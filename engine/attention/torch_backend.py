@@ -3,7 +3,8 @@
 Decode rows: each block of each sequence is one row of a batched product; the rows' partial softmax
 results are then merged by sequence (the split of Flash-Decoding with the block as its unit), so the
 work is proportional to the tokens there are, with no padding. Prompt chunks: the context is walked in
-tiles with the online softmax of FlashAttention, so no [chunk, context] matrix is kept.
+tiles with the online softmax of FlashAttention, so no [chunk, context] matrix is kept; where torch has a
+fused kernel for it, that is taken (`flash.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.context import AttentionContext, Chunk, DecodeRows, LayerArguments
+from engine.attention.flash import attend_chunk, can_attend
 from engine.kv_cache import LayerCache
 
 _TILE_TOKENS = 512
@@ -27,7 +29,10 @@ class TorchAttention:
         if context.decode is not None:
             output[context.decode.rows] = _decode(query[context.decode.rows], layer, context.decode, arguments)
         for chunk in context.chunks:
-            output[chunk.rows] = _chunk(query[chunk.rows], layer, chunk, arguments)
+            if can_attend(query, arguments):
+                output[chunk.rows] = attend_chunk(query[chunk.rows], layer, chunk, arguments.scaling)
+            else:
+                output[chunk.rows] = _chunk(query[chunk.rows], layer, chunk, arguments)
         return output
 
 

@@ -34,6 +34,13 @@ def test_tokens_of_one_chunk_come_at_one_time_where_the_chunk_says_how_many() ->
     assert reply.num_chunks == 3
 
 
+def test_a_sum_in_the_last_chunk_is_not_taken_for_its_own_tokens() -> None:  # llama.cpp's form
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    reply = read(chunk("a"), chunk("b"), chunk("c"), chunk("", "length", usage=usage), DONE)
+    assert reply.token_times == (1, 2, 3)
+    assert reply.num_tokens == 3
+
+
 def test_a_token_without_text_counts_and_a_bare_end_does_not() -> None:
     reply = read(chunk(""), chunk("é"), chunk("", "length"), DONE)
     assert reply.token_times == (1, 2)

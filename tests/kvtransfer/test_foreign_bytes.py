@@ -63,10 +63,14 @@ async def test_a_size_is_refused_before_memory_is_taken_for_it(header: bytes) ->
 
 
 @contextmanager
-def fake_prefill(answer: bytes) -> Iterator[str]:
-    """Takes one connection, reads one OPEN, says `answer`, and closes."""
+def fake_prefill(*answers: bytes) -> Iterator[str]:
+    """For each answer takes a connection, reads one OPEN, says the answer, and closes."""
 
     def serve() -> None:
+        for answer in answers:
+            serve_one(answer)
+
+    def serve_one(answer: bytes) -> None:
         with contextlib.suppress(OSError):
             sock, _ = server.accept()
             with sock:
@@ -112,6 +116,13 @@ async def test_an_answer_that_breaks_the_protocol_fails_the_pull(answer: bytes) 
             with pytest.raises(ProtocolError):
                 await soon(pull.result(), 1.0)
             assert await pull.wait_released()
+
+
+async def test_a_connection_with_bytes_that_nobody_asked_for_carries_no_second_pull() -> None:
+    async with make_tcp_server() as (transport, _, _address):
+        with fake_prefill(ANSWER + b"and more" * 8, ANSWER) as address:
+            for _ in range(2):
+                await soon(transport.pull(address, make_request(), make_destination(2)).result())
 
 
 def mutate(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:

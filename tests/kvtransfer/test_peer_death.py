@@ -16,6 +16,7 @@ import pytest
 import kvtransfer
 from kvtransfer.errors import PeerLostError, PeerSilentError
 from kvtransfer.frames import FrameType
+from kvtransfer.messages import TransferDeadlines
 from kvtransfer.tcp import TcpTransport
 from tests.kvtransfer.makers import (
     Offers,
@@ -66,9 +67,9 @@ class Peer:
 
 
 @asynccontextmanager
-async def make_tcp(probe: Probe | None = None) -> AsyncIterator[TcpTransport]:
+async def make_tcp(probe: Probe | None = None, deadlines: TransferDeadlines = DEADLINES) -> AsyncIterator[TcpTransport]:
     with assert_nothing_left():
-        transport = TcpTransport(DEADLINES)
+        transport = TcpTransport(deadlines)
         if probe is not None:
             transport.tap(probe)
         try:
@@ -114,8 +115,8 @@ async def test_a_frozen_prefill_that_still_accepts_connections_is_silent_and_ser
             with pytest.raises(PeerSilentError):
                 await soon(decode.pull(prefill.first_line, make_request(), destination).result())
             prefill.signal(signal.SIGCONT)
-            probe = Probe(stop_writing=1)
-            decode.tap(probe)
+        probe = Probe(stop_writing=1)
+        async with make_tcp(probe, TransferDeadlines()) as decode:
             pull = decode.pull(prefill.first_line, make_request(pull_attempt=2), destination)
             assert await probe.reached.wait(20.0)
             probe.go.set()

@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.errors import PeerLostError, PeerSilentError, ProtocolError
 from kvtransfer.frames import OpenFrame
 from kvtransfer.messages import ConnectionLimits, TransferDeadlines
-from kvtransfer.tcp import parse_address
+from kvtransfer.tcp import TcpTransport, parse_address
 from tests.kvtransfer.makers import (
     BLOCK_NBYTES,
     IMPATIENT,
@@ -140,17 +140,44 @@ async def test_connections_beyond_the_bound_are_closed_at_once() -> None:
             await assert_serves(transport, address)
 
 
-async def test_idle_connections_are_bounded_in_number_and_time() -> None:
-    limits = ConnectionLimits(max_idle=1, idle_s=0.3)
-    async with make_tcp_server(TransferDeadlines(), limits) as (transport, offers, address):
+@pytest.mark.parametrize("limits", [ConnectionLimits(max_idle=1), ConnectionLimits(idle_s=0.1)])
+async def test_idle_connections_are_bounded_in_number_and_in_time(limits: ConnectionLimits) -> None:
+    """By the serving side, however many the other one would like to keep."""
+    async with make_tcp_server(TransferDeadlines(), limits) as (_, offers, address):
+        decode = TcpTransport()
         for n in range(4):
-            offers.offer(make_blocks(2), f"h{n}")
-        pulls = [transport.pull(address, make_request(f"h{n}"), make_destination(2)) for n in range(4)]
+            offers.offer(make_blocks(2), f"h{n}", num_finished=1)
+        pulls = [decode.pull(address, make_request(f"h{n}"), make_destination(2)) for n in range(4)]
+        outgoings = [await offers.next_opened() for _ in pulls]
+        assert len(transfer_threads("-serve")) == 4
+        for outgoing in outgoings:
+            outgoing.finish(8, b"")
         for pull in pulls:
             await soon(pull.result())
-        await until(lambda: len(transfer_threads("-serve")) <= 1)
-        await until(lambda: not transfer_threads("-serve"))
-        await assert_serves(transport, address)
+        await until(lambda: len(transfer_threads("-serve")) == (1 if limits.max_idle == 1 else 0))
+        offers.offer(make_blocks(2))
+        await assert_serves(decode, address)
+        await decode.close()
+
+
+async def test_the_asking_side_keeps_few_idle_connections_and_none_for_long() -> None:
+    limits = ConnectionLimits(max_idle=1, idle_s=0.2)
+    async with make_tcp_server(TransferDeadlines()) as (_, offers, address):
+        decode = TcpTransport(limits=limits)
+        for n in range(3):
+            offers.offer(make_blocks(2), f"h{n}", num_finished=1)
+        pulls = [decode.pull(address, make_request(f"h{n}"), make_destination(2)) for n in range(3)]
+        for outgoing in [await offers.next_opened() for _ in pulls]:
+            outgoing.finish(8, b"")
+        for pull in pulls:
+            await soon(pull.result())
+        await until(lambda: len(transfer_threads("-serve")) == 1)
+        (kept,) = transfer_threads("-serve")
+        await asyncio.sleep(limits.idle_s)  # twice as long as it keeps one
+        offers.offer(make_blocks(2))
+        await assert_serves(decode, address)
+        await until(lambda: not kept.is_alive())
+        await decode.close()
 
 
 async def test_a_peer_that_speaks_out_of_turn_is_closed() -> None:

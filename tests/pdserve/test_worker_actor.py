@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from pdserve.config import EngineOptions, ServeOptions
 from pdserve.process import Watchlist
-from pdserve.ray_session import connect_ray, disconnect_ray
+from pdserve.ray_session import RaySession
 from pdserve.worker_actor import ActorPlace, WorkerHandle
 from tests.pdserve.makers import make_spec, pids_in
 
@@ -28,9 +28,10 @@ TIMEOUT_S = 40.0
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
     with TemporaryDirectory(prefix="pdserve-") as folder:
-        connect_ray(ServeOptions(engine=EngineOptions(num_threads=1), prefill=4), Path(folder))
+        session = RaySession(ServeOptions(engine=EngineOptions(num_threads=1), prefill=4), Path(folder))
+        assert asyncio.run(session.open()) == 1
         yield
-        disconnect_ray()
+        session.close()
 
 
 @asynccontextmanager
@@ -100,11 +101,14 @@ async def test_a_child_without_a_sign_of_life_says_so(tmp_path: Path) -> None:
         assert (await handle.wait_ended()).reason == "killed: no sign of life within 1 s"
 
 
-async def test_a_worker_on_any_node_is_told_that_nodes_address(tmp_path: Path) -> None:
+async def test_a_worker_on_any_node_is_told_that_nodes_address_and_cleans_up_there(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, cluster_token="a-secret-of-many-characters")
     handle = WorkerHandle(spec, ActorPlace(num_cpus=1, is_on_any_node=True))
     async with asyncio.timeout(TIMEOUT_S):
-        command_line = psutil.Process(await handle.wait_started()).cmdline()
-        assert "--advertise=127.0.0.2" in command_line
+        process = psutil.Process(await handle.wait_started())
+        assert "--advertise=127.0.0.2" in process.cmdline()
+        (log,) = {Path(file.path) for file in process.open_files() if file.path.endswith(".log")}
+        assert log.exists()
         assert not (tmp_path / "child.log").exists()
-        handle.kill()
+        await handle.stop()
+        assert not log.parent.exists()
