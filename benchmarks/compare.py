@@ -12,6 +12,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -48,28 +49,41 @@ class Compared:
     measured: Measured
 
 
-def compare(names: Sequence[str], todo: Plan) -> tuple[list[Compared], list[str]]:
-    """Measure the servers in turn; what could be, and why the others could not."""
+def compare(names: Sequence[str], todo: Plan, quiet_s: float = 0.0) -> tuple[list[Compared], list[str]]:
+    """Measure the servers in turn; what could be, and why the others could not.
+
+    Before each start it waits up to `quiet_s` until nothing else runs on the machine.
+    """
     done: list[Compared] = []
     missing: list[str] = []
     for name in names:
         _say(f"{name}: starting")
         try:
-            done.append(_measure(SERVERS[name], todo))
+            done.append(_measure(SERVERS[name], todo, quiet_s))
         except (NotInstalled, NotStarted, NoServer) as error:
-            missing.append(f"{name}: {error}")
-            _say(f"{missing[-1]}; going on without it")
+            _say(f"{name}: {error}\n{name}: going on without it")
+            missing.append(f"{name}: {str(error).partition(chr(10))[0]}")
     return done, missing
 
 
-def _measure(server: Server, todo: Plan) -> Compared:
-    busy = busy_cores(_LOOK_S)
-    if busy is not None and busy > _QUIET_CORES:
-        _say(f"{server.name}: the machine is not quiet: {busy:.1f} cores are busy before the start")
+def _measure(server: Server, todo: Plan, quiet_s: float) -> Compared:
+    busy = _wait_quiet(server.name, quiet_s)
     with running(server) as found:
         _say(f"{server.name}: ready in {found.ready_s:.0f} s")
         measured = asyncio.run(measure(Target(found.url, ""), todo, server.name, found.pids))
         return Compared(server, busy, found.ready_s, found.memory_gb, measured)
+
+
+def _wait_quiet(name: str, limit_s: float) -> float | None:
+    """Until little runs on the machine, or the time is up; how many cores were busy at last."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        busy = busy_cores(_LOOK_S)
+        if busy is None or busy < _QUIET_CORES:
+            return busy
+        if time.monotonic() > deadline:
+            _say(f"{name}: the machine is NOT QUIET: {busy:.1f} cores are busy before the start")
+            return busy
 
 
 def section(started: datetime, done: Sequence[Compared], missing: Sequence[str], arguments: str) -> str:
@@ -119,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=_names, default=("one-engine", "pools", "vllm"), metavar="NAME[,NAME...]",
         help=f"of {', '.join(SERVERS)} (one-engine,pools,vllm)")  # fmt: skip
     parser.add_argument("--sampled", action="store_true", help="each number of streams again, with temperature 0.8")
+    parser.add_argument("--wait-quiet-s", type=float, default=0.0, metavar="S",
+        help="before each server, wait up to so long until nothing else runs here (0: only tell)")  # fmt: skip
     parser.add_argument("--dry", action="store_true", help="print the section; write nothing")
     add_plan_options(parser)
     options = parser.parse_args(arguments)
@@ -127,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sampled:
         todo = replace(todo, workloads=todo.workloads + sampled(todo.workloads))
     started = datetime.now(UTC)
-    done, missing = compare(options.servers, todo)
+    done, missing = compare(options.servers, todo, options.wait_quiet_s)
     if not done:
         return 1
     text = section(started, done, missing, " ".join(arguments))

@@ -37,7 +37,7 @@ class NotInstalled(Exception):
 
 
 class NotStarted(Exception):
-    """The server ended or did not answer in time; the message has the end of its log."""
+    """The server ended or did not answer in time; after its first line the message has the end of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _start_ours(command: list[str], environment: Mapping[str, str], log: Path) -
             assert process.stdout is not None
             if not re.match(rb"ready: ", process.stdout.readline()):
                 process.wait(_STOP_LIMIT_S)
-                raise NotStarted(_tail(log))
+                raise NotStarted(f"did not start\n{_tail(log)}")
             yield process.pid, time.monotonic() - started_at
         finally:
             processes = Watchlist({process.pid} | descendants(process.pid))
@@ -145,7 +145,7 @@ def _start_peer(command: list[str], environment: Mapping[str, str], log: Path) -
             starting.terminate()  # it stops what it started
             raise
     if starting.returncode != 0:
-        raise NotStarted(_tail(log))
+        raise NotStarted(f"did not start\n{_tail(log)}")
     try:
         yield int(pid), time.monotonic() - started_at
     finally:

@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if not isinstance(error, _known_errors()):
+        from pdserve.errors import known_errors
+
+        if not isinstance(error, known_errors()):
             raise
         return _tell(error, 1)
 
@@ -294,21 +296,6 @@ def _die_with_parent(is_wanted: bool) -> None:
 def _tell(error: Exception, code: int) -> int:
     print(f"pdserve: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
     return code
-
-
-def _known_errors() -> tuple[type[Exception], ...]:
-    """Those whose message is all that a person needs."""
-    from engine.errors import EngineError
-    from engine.sampling import InvalidSampling
-    from pdserve.errors import ClientError, LaunchFailed
-    from pdserve.models import ModelNotFound
-    from pdserve_wire.auth import BadTokenFile
-    from pdserve_wire.errors import PdserveError
-    from router.intake import RequestError
-    from router.text.errors import ModelFilesError
-
-    ours = (LaunchFailed, ClientError, ModelNotFound, BadTokenFile, PdserveError, RequestError, ModelFilesError)
-    return (*ours, EngineError, InvalidSampling, OSError)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pdserve_wire.auth import TOKEN_HEADER
 from pdserve_wire.deadlines import DEADLINES
 
 _CONNECT_TIMEOUT_S = 5.0
+_BROKEN = "the stream broke off; the answer is not whole"
 _QUICK = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -39,19 +40,20 @@ class ChatReply:
     async def __aiter__(self) -> AsyncIterator[str]:
         """Raises `ClientError` where the server reports a failure, or the stream breaks off."""
         is_done = False
-        async for line in self._response.content:  # up to the end: only then is the timeline there
-            data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or is_done:
-                continue
-            if data == b"[DONE]":
-                is_done = True
-                continue
-            for choice in _event(data).get("choices", ()):
-                self.finish_reason = choice.get("finish_reason") or self.finish_reason
-                if text := choice.get("delta", {}).get("content"):
-                    yield text
+        try:
+            async for line in self._response.content:  # up to the end: only then is the timeline there
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    is_done = True
+                elif line.startswith(b"data:") and not is_done:
+                    for choice in _event(data).get("choices", ()):
+                        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+                        if text := choice.get("delta", {}).get("content"):
+                            yield text
+        except (aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise ClientError(_BROKEN) from error
         if not is_done:
-            raise ClientError("the stream broke off; the answer is not whole")
+            raise ClientError(_BROKEN)
 
 
 class Client:

@@ -12,9 +12,9 @@ import sys
 from pdserve.ask import print_reply
 from pdserve.client import Client
 from pdserve.config import ChatOptions, EngineOptions, ServeOptions
-from pdserve.errors import ClientError, LaunchFailed
+from pdserve.errors import known_errors
 from pdserve.launcher import Launcher
-from pdserve.models import ModelNotFound, print_progress
+from pdserve.models import print_progress
 from pdserve.process import Watchlist, descendants
 
 QUESTION = "What is the capital of France?"
@@ -45,7 +45,7 @@ def main() -> int:
         return asyncio.run(demo())
     except KeyboardInterrupt:
         return 130
-    except (LaunchFailed, ClientError, ModelNotFound, OSError) as error:
+    except known_errors() as error:
         print_progress(str(error))
         return 1
 

@@ -20,3 +20,17 @@ class ClientError(Exception):
 
 class NoServer(ClientError):
     """Nobody answers there."""
+
+
+def known_errors() -> tuple[type[Exception], ...]:
+    """Those, of all floors, whose message is all that a person needs."""
+    from engine.errors import EngineError
+    from engine.sampling import InvalidSampling
+    from pdserve.models import ModelNotFound
+    from pdserve_wire.auth import BadTokenFile
+    from pdserve_wire.errors import PdserveError
+    from router.intake import RequestError
+    from router.text.errors import ModelFilesError
+
+    below = (EngineError, InvalidSampling, BadTokenFile, PdserveError, RequestError, ModelFilesError)
+    return (LaunchFailed, ClientError, ModelNotFound, *below, OSError)

@@ -43,25 +43,23 @@ async def test_a_late_write_into_an_aborted_block_harms_nobody(model_folder: Pat
         pool = made.decode[0].state.engine.pool
         victim = asyncio.create_task(made.generate(list(range(1000, 1090))))
         await until(lambda: pool.ledger()["writing"] > 0)
-        await asyncio.sleep(0)
         victim.cancel()
-        given = await made.token_ids(PROMPT)
-        assert given == expected
+        assert await made.token_ids(PROMPT) == expected
 
 
 async def test_a_transfer_that_does_not_let_go_is_quarantined_and_its_blocks_are_never_given_out(
     model_folder: Path, tmp_path: Path
 ) -> None:
     plan = replace(FP32, num_decode_blocks=400, decode_transport=lambda: faulty(FaultPlan(is_release_refused=True)))
-    with pytest.raises(AssertionError, match='"quarantined": 8'):
+    with pytest.raises(AssertionError, match='"quarantined": 38'):
         async with cluster(model_folder, tmp_path, plan) as made:
             pool = made.decode[0].state.engine.pool
-            victim = asyncio.create_task(made.generate(list(range(1000, 1100)), request_id="victim"))
+            victim = asyncio.create_task(made.generate(list(range(1000, 1600))))  # ten chunks: the pull is open long
             await until(lambda: pool.ledger()["writing"] > 0)
             victim.cancel()
-            await until(lambda: pool.ledger()["quarantined"] == 8)
+            await until(lambda: pool.ledger()["quarantined"] == 38)
             assert len(await made.token_ids(PROMPT)) == 16
-            assert pool.ledger()["quarantined"] == 8
+            assert pool.ledger()["quarantined"] == 38
             assert sum(pool.ledger().values()) == 400
 
 
@@ -144,7 +142,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 1.5},
     "frequency_penalty": {"frequency_penalty": 1.5},
     "logit_bias": {"logit_bias": {100: 30.0}},
-    "stop_token_ids": {"stop_token_ids": (28, 30, 198), "min_tokens": 2},
+    "stop_token_ids": {"stop_token_ids": (100,), "logit_bias": {100: 50.0}, "min_tokens": 3},
     "logprobs": {"logprobs": 5},
 }
 

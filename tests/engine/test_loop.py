@@ -290,6 +290,7 @@ def _output(step: int) -> StepOutput:
     return StepOutput((SampledToken(step),), step, step, 0.0, 0.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3)))
 def test_an_output_stream_gives_each_item_once_in_order_and_the_error_last(pauses: list[int]) -> None:
     async def play() -> None:

@@ -97,13 +97,13 @@ async def test_seeded_equals_transformers_warpers_and_our_draw(loaded: LoadedMod
 
 
 async def test_preempted_sequences_go_on_as_if_nothing_had_been(loaded: LoadedModel, reference: Any) -> None:
-    """Four sequences that grow to 6 blocks each in a pool of 13; what is freed is NaN."""
+    """Four sequences that grow to 6 blocks each in a pool of 10; what is freed is NaN."""
     source = prompts()[5]
     requests = [
         Request(source[place : place + 10], replace(sampling, seed=place), after_steps=place)
         for place, sampling in enumerate((GREEDY, SEEDED, GREEDY, SEEDED))
     ]
-    engine = build(loaded, num_blocks=13, block_size=4, max_num_batched_tokens=24)
+    engine = build(loaded, num_blocks=10, block_size=4, max_num_batched_tokens=24)
     outputs = await outputs_of(engine, requests)
     assert engine.scheduler.num_preemptions >= 2
     for request, output in zip(requests, outputs, strict=True):

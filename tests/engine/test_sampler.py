@@ -192,6 +192,7 @@ def test_a_mixed_batch_is_independent_of_its_neighbours() -> None:
     assert sample(logits[order], [sequences[row] for row in order]) == together[::-1]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 3), st.integers(0, 50))
 def test_the_draw_depends_on_seed_choice_and_position_only(seed: int, choice: int, num_output: int) -> None:
     logits = make_logits(50)

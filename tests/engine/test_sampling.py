@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import InvalidSampling, SamplingParams, uniform
@@ -96,6 +96,7 @@ def test_accepts_both_ends_of_every_range(sampling: SamplingParams) -> None:
     sampling.validate()
 
 
+@settings(deadline=None)
 @given(any_64_bits, st.integers(0, 2**32), st.integers(0, 2**32))
 def test_uniform_is_a_function_into_0_to_1(seed: int, choice: int, position: int) -> None:
     number = uniform(seed, choice, position)
@@ -103,6 +104,7 @@ def test_uniform_is_a_function_into_0_to_1(seed: int, choice: int, position: int
     assert number == uniform(seed, choice, position)
 
 
+@settings(deadline=None)
 @given(any_64_bits, st.integers(0, 1000), st.integers(0, 100_000))
 def test_uniform_depends_on_each_argument(seed: int, choice: int, position: int) -> None:
     number = uniform(seed, choice, position)

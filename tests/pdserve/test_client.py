@@ -117,6 +117,21 @@ async def test_a_stream_without_its_end_is_an_error() -> None:
         await ask(Server(chunk("Par")).chat)
 
 
+async def test_a_connection_that_is_cut_is_the_same_error() -> None:
+    async def cut(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"x-request-id": "r1"})
+        await response.prepare(http)
+        await response.write(chunk("Par").encode())
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    async with serving(cut) as url, Client(url) as client, client.chat(HELLO, AskOptions(), "smol") as reply:
+        with pytest.raises(ClientError, match="broke off"):
+            async for _ in reply:
+                pass
+
+
 async def test_a_failure_in_the_stream_is_told_in_the_servers_words() -> None:
     failure = f"data: {json.dumps({'error': {'message': 'no decode worker is left'}})}\n\n"
     with pytest.raises(ClientError, match="no decode worker is left"):

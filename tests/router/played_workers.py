@@ -6,7 +6,7 @@ A script is an async generator: it yields events, awaits what it waits for, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from pdserve.reporter import Reporter
 from pdserve_pb import fleet_pb2_grpc, worker_pb2_grpc
 from pdserve_pb import worker_pb2 as pb
 from pdserve_wire.channel import make_server
-from pdserve_wire.errors import PdserveError, to_status
+from pdserve_wire.errors import PdserveError, Reason, Refused, Unavailable, to_status
 from pdserve_wire.leases import Leases
 from pdserve_wire.messages import (
     Accepted,
@@ -85,7 +85,8 @@ def first(call: PlayedCall) -> First:
 def tokens(call: PlayedCall, first_index: int, end: int | None = None) -> list[Tokens]:
     """The tokens from `first_index` on, one an event."""
     request = call.request
-    return [Tokens((token_at(index, request),)) for index in range(first_index, end or request.sampling.max_tokens)]
+    end = request.sampling.max_tokens if end is None else end
+    return [Tokens((token_at(index, request),)) for index in range(first_index, end)]
 
 
 async def forever() -> None:
@@ -106,11 +107,11 @@ async def honest_decode(call: PlayedCall) -> AsyncIterator[Event]:
         yield event
 
 
-def failing_with(error: PdserveError) -> Script:
+def failing_with(reason: Reason, message: str) -> Script:
     """A worker that answers nothing but this."""
 
     async def script(call: PlayedCall) -> AsyncIterator[Event]:
-        raise error
+        raise Refused(message) if reason is Reason.REFUSED else Unavailable(reason, message)
         yield
 
     return script
@@ -193,7 +194,9 @@ class Played:
             self.stack.push_async_callback(worker.die)
         await until(lambda: {w.hello.epoch for w in workers} <= {w.hello.epoch for w in self.fleet.workers})
 
-    def stream(self, sampling: SamplingParams = GREEDY, timeout_s: float = 20.0, model: str = "m") -> Any:
+    def stream(
+        self, sampling: SamplingParams = GREEDY, timeout_s: float = 20.0, model: str = "m"
+    ) -> AsyncGenerator[tuple[Token, ...], None]:
         """Batches of tokens of one request. Close it to leave."""
         timeline = RequestTimeline(f"request-{len(self.timelines)}")
         self.timelines.append(timeline)
@@ -201,14 +204,22 @@ class Played:
         return self.dispatcher.generate(request, timeline)
 
     async def generate(self, sampling: SamplingParams = GREEDY, **options: Any) -> list[Token]:
-        async with aclosing(self.stream(sampling, **options)) as batches, asyncio.timeout(30):
-            return [token async for batch in batches for token in batch]
+        return await _read(self.stream(sampling, **options))
+
+    def begin(self, sampling: SamplingParams = GREEDY, **options: Any) -> asyncio.Task[list[Token]]:
+        """A request whose timeline is there at once."""
+        return asyncio.create_task(_read(self.stream(sampling, **options)))
 
     async def assert_no_leaks(self) -> None:
         """No call, no count, no task is left; waited for, since the calls' ends travel."""
         await until(lambda: not self.dispatcher.num_in_flight)
         await until(lambda: not any(worker.num_in_flight for worker in self.fleet.workers))
         await until(lambda: not readers())
+
+
+async def _read(stream: AsyncGenerator[tuple[Token, ...], None]) -> list[Token]:
+    async with aclosing(stream) as batches, asyncio.timeout(30):
+        return [token async for batch in batches for token in batch]
 
 
 def readers() -> list[asyncio.Task[Any]]:
