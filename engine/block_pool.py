@@ -31,6 +31,12 @@ class Holder(StrEnum):
 
 FREE = "free"
 
+_BITS = {holder: 1 << place for place, holder in enumerate(Holder)}
+# by the set of kinds that hold a block, as bits: its one state
+_STATES = [
+    next((holder.value for holder in Holder if kinds & _BITS[holder]), FREE) for kinds in range(1 << len(Holder))
+]
+
 
 class BlockPool:
     """Blocks `0..num_blocks-1` of `block_size` tokens. Single writer: the event loop."""
@@ -41,9 +47,10 @@ class BlockPool:
         self.freed = Signal()  # notified whenever holds are dropped: what waits for room may look again
         self._poison = poison
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._num_holds = [0] * num_blocks
-        self._holds = {holder: [0] * num_blocks for holder in Holder}
+        self._holds = {holder: [0] * num_blocks for holder in Holder}  # by kind, how many each block has
+        self._kinds = [0] * num_blocks  # the kinds of which a block has any, as bits
         self._num_held = dict.fromkeys(Holder, 0)
+        self._num_in_state = {**{holder.value: 0 for holder in Holder}, FREE: num_blocks}
 
     @property
     def num_free(self) -> int:
@@ -76,7 +83,7 @@ class BlockPool:
     def hold(self, blocks: Iterable[int], holder: Holder) -> None:
         """Add one hold of this kind to each block. Somebody must have the block already."""
         for block in blocks:
-            assert self._num_holds[block] > 0, f"block {block} is free: allocate it"
+            assert self._kinds[block], f"block {block} is free: allocate it"
             self._add(block, holder)
 
     def release(self, blocks: Iterable[int], holder: Holder) -> None:
@@ -84,7 +91,7 @@ class BlockPool:
         freed = []
         for block in blocks:
             self._drop(block, holder)
-            if self._num_holds[block] == 0:
+            if not self._kinds[block]:
                 freed.append(block)
         if freed and self._poison is not None:
             self._poison(freed)
@@ -101,35 +108,35 @@ class BlockPool:
 
     def ledger(self) -> dict[str, int]:
         """Blocks by state, each counted once by the precedence of `Holder`. The sum is the pool."""
-        states = dict.fromkeys([holder.value for holder in Holder] + [FREE], 0)
-        for block in range(self.num_blocks):
-            states[self._state(block)] += 1
-        return states
+        return dict(self._num_in_state)
 
     def holders(self) -> dict[int, dict[str, int]]:
         """Every block that is not free, with its holders by kind: for `/debug/ledger`."""
         return {
             block: {holder.value: self._holds[holder][block] for holder in Holder if self._holds[holder][block]}
             for block in range(self.num_blocks)
-            if self._num_holds[block]
+            if self._kinds[block]
         }
-
-    def _state(self, block: int) -> str:
-        if self._num_holds[block] == 0:
-            return FREE
-        return next(holder.value for holder in Holder if self._holds[holder][block])
 
     def _add(self, block: int, holder: Holder) -> None:
         holds = self._holds[holder]
-        if holds[block] == 0:
-            self._num_held[holder] += 1
         holds[block] += 1
-        self._num_holds[block] += 1
+        if holds[block] == 1:
+            self._num_held[holder] += 1
+            self._toggle(block, holder)
 
     def _drop(self, block: int, holder: Holder) -> None:
         holds = self._holds[holder]
         assert holds[block] > 0, f"block {block} has no holder {holder}"
         holds[block] -= 1
-        self._num_holds[block] -= 1
         if holds[block] == 0:
             self._num_held[holder] -= 1
+            self._toggle(block, holder)
+
+    def _toggle(self, block: int, holder: Holder) -> None:
+        """This kind came to the block, or left it."""
+        kinds = self._kinds[block]
+        self._num_in_state[_STATES[kinds]] -= 1
+        kinds ^= _BITS[holder]
+        self._num_in_state[_STATES[kinds]] += 1
+        self._kinds[block] = kinds

@@ -6,6 +6,7 @@ CDF in the order of token ids, from a counter-based number (engine/sampling.py).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Rows
 
@@ -15,7 +16,7 @@ from engine.output_stream import SampledToken
 from engine.sampling import SamplingParams, uniform
 from engine.sequence import Sequence
 
-_NUM_CANDIDATES = 1024  # top-p nearly always ends among these; the exact path is the fallback
+_MARGIN = 1e-3  # of a log weight: more than rounding can move one that is only compared to leave tokens out
 _NEVER = float("-inf")
 
 
@@ -75,74 +76,53 @@ def _changes_logits(sequence: Sequence) -> bool:
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     """One token for each row of float32 `logits` `[num_rows, vocab_size]`, none of them greedy."""
     scaled = logits / torch.tensor([sequence.sampling.temperature for sequence in sequences])[:, None]
-    filtered = [row for row, sequence in enumerate(sequences) if _is_filtered(sequence.sampling)]
-    chosen: dict[int, int] = {}
-    if filtered:
-        sampling = [sequences[row].sampling for row in filtered]
-        token_ids, kept, is_exact = _candidates(scaled[filtered], sampling)
-        for place, row in enumerate(filtered):
-            if is_exact[place]:
-                ids = token_ids[place][kept[place]]
-                chosen[row] = _invert(scaled[row, ids], ids, sequences[row])
-            else:
-                chosen[row] = _draw_exactly(scaled[row], sequences[row])
-    for row, sequence in enumerate(sequences):
-        if row not in chosen:
-            chosen[row] = _invert(scaled[row], None, sequence)
-    return [chosen[row] for row in range(len(sequences))]
+    return [
+        _invert(row, _kept(row, sequence.sampling), sequence) for row, sequence in zip(scaled, sequences, strict=True)
+    ]
 
 
-def _is_filtered(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+def _kept(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor | None:
+    """Ids, ascending, of the tokens that top-k, then top-p, then min-p keep; `None` for all of them.
 
-
-def _candidates(scaled: torch.Tensor, sampling: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """The likeliest tokens of each row: ids `[num_rows, n]`, which of them the filters keep, and
-    whether nothing outside could have been kept.
+    `scaled` is one row, `[vocab_size]`. Tokens that can't be kept are left out before anything is sorted.
     """
-    vocab_size = scaled.shape[-1]
-    n = min(_NUM_CANDIDATES, vocab_size)
-    token_ids = scaled.topk(n).indices.sort(-1).values
-    values, order = scaled.gather(1, token_ids).sort(stable=True, dim=-1, descending=True)  # equal ones by token id
-    token_ids = token_ids.gather(1, order)
-    has_top_k = torch.tensor([0 < s.top_k < vocab_size for s in sampling])
-    top_k = torch.tensor([min(s.top_k or n, n) for s in sampling])
-    # top-k keeps what ties with the k-th value, as transformers does
-    threshold = torch.where(has_top_k, values.gather(1, top_k[:, None] - 1)[:, 0], _NEVER)
-    in_top_k = values >= threshold[:, None]
-    log_sum = torch.where(has_top_k, torch.where(in_top_k, values, _NEVER).logsumexp(-1), scaled.logsumexp(-1))
-    probs = torch.exp(values - log_sum[:, None])
-    before = probs.cumsum(-1, dtype=torch.float64) - probs
-    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else 2.0 for s in sampling], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([s.min_p for s in sampling])[:, None]
-    kept = in_top_k & (before < top_p) & (probs >= min_p * probs[:, :1])
-    kept[:, 0] = True
-    # nothing outside is likelier than the last candidate, so a cut above that one is final
-    cut = torch.where(has_top_k, threshold, torch.where(kept, values, torch.inf).amin(-1))
-    return token_ids, kept, ((cut > values[:, -1]) | (n == vocab_size)).tolist()
-
-
-def _draw_exactly(scaled: torch.Tensor, sequence: Sequence) -> int:
-    """The same filters over the whole sorted vocabulary: for the rare row that needs it."""
-    sampling = sequence.sampling
-    values, token_ids = scaled.sort(stable=True, descending=True)
-    kept = torch.ones_like(values, dtype=torch.bool)
-    if 0 < sampling.top_k < len(values):
-        kept &= values >= values[sampling.top_k - 1]
-    probs = torch.where(kept, values, _NEVER).softmax(-1)
+    has_top_k = 0 < sampling.top_k < len(scaled)
+    if not has_top_k and sampling.top_p == 1.0 and not sampling.min_p:
+        return None
+    kept = _Kept(scaled)
+    if has_top_k:  # with what ties with the k-th value, as transformers does
+        kept.keep(kept.values >= scaled.topk(sampling.top_k, sorted=False).values.min())
+    highest = kept.values.max()
     if sampling.top_p < 1.0:
-        kept &= probs.cumsum(-1, dtype=torch.float64) - probs < sampling.top_p
-    kept &= probs >= sampling.min_p * probs[0]
-    kept[0] = True
-    ids = token_ids[kept]
-    return _invert(scaled[ids], ids, sequence)
+        log_sum = kept.values.logsumexp(-1)
+        # those below the floor weigh less than 1 - top_p, all together: the nucleus ends before them
+        kept.keep(kept.values >= log_sum + math.log((1.0 - sampling.top_p) / len(scaled)) - _MARGIN)
+        probs, order = torch.exp(kept.values - log_sum).double().sort(stable=True, descending=True)
+        num_kept = max(1, int((probs.cumsum(-1) - probs < sampling.top_p).sum()))
+        kept.keep(order[:num_kept].sort().values)  # of equal ones the smaller token id comes first
+    if sampling.min_p:
+        kept.keep(torch.exp(kept.values - highest) >= sampling.min_p)
+    return kept.token_ids
 
 
-def _invert(values: torch.Tensor, token_ids: torch.Tensor | None, sequence: Sequence) -> int:
-    """Inverse CDF over `values` (log weights) in the order of token ids."""
-    if token_ids is not None:
-        token_ids, order = token_ids.sort()
-        values = values[order]
+class _Kept:
+    """What is left of one row: log weights, and the token ids that they belong to."""
+
+    def __init__(self, scaled: torch.Tensor) -> None:
+        self.values = scaled
+        self.token_ids: torch.Tensor | None = None  # `None`: all of them
+
+    def keep(self, places: torch.Tensor) -> None:
+        """`places` are a mask, or ascending numbers."""
+        if places.dtype == torch.bool:
+            places = places.nonzero()[:, 0]
+        self.values = self.values[places]
+        self.token_ids = places if self.token_ids is None else self.token_ids[places]
+
+
+def _invert(scaled: torch.Tensor, token_ids: torch.Tensor | None, sequence: Sequence) -> int:
+    """Inverse CDF over `scaled` `[vocab_size]` (log weights) at `token_ids`, in the order of token ids."""
+    values = scaled if token_ids is None else scaled[token_ids]
     cumulative = torch.exp((values - values.max()).double()).cumsum(-1)
     number = uniform(sequence.sampling.seed, sequence.choice, sequence.num_tokens)
     place = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))

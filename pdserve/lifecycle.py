@@ -4,7 +4,6 @@ on SIGTERM."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import logging
 import os
@@ -21,8 +20,6 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)  # it had ended before we asked
 
 
 def setup_logging(name: str) -> None:
@@ -39,13 +36,17 @@ def setup_logging(name: str) -> None:
 
 
 async def beat(fd: int) -> None:
-    """Write one byte each second while the event loop lives, until cancelled or the reader is gone."""
+    """Write one byte each second while the event loop lives, until cancelled. A reader that is gone was the
+    parent: then this process ends at once (it may have asked to die with its parent too late)."""
     os.set_blocking(fd, False)
-    with contextlib.suppress(BrokenPipeError):
-        while True:
-            with contextlib.suppress(BlockingIOError):  # the reader is slow; it has enough to read
-                os.write(fd, b".")
-            await asyncio.sleep(DEADLINES.beat_interval_s)
+    while True:
+        try:
+            os.write(fd, b".")
+        except BlockingIOError:
+            pass  # the reader is slow; it has enough to read
+        except BrokenPipeError:
+            os._exit(1)
+        await asyncio.sleep(DEADLINES.beat_interval_s)
 
 
 def stop_on_signals() -> asyncio.Event:

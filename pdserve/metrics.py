@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -65,3 +66,19 @@ class WorkerCollector(Collector):
         family = CounterMetricFamily(name, text, labels=_LABELS)
         family.add_metric(self._labels, value)
         return family
+
+
+class MetricsServer:
+    """Serves one worker's `/metrics` from a thread of its own, from when it is made until `close`."""
+
+    def __init__(self, host: str, port: int, state: WorkerState, model_name: str) -> None:
+        registry = CollectorRegistry()
+        registry.register(WorkerCollector(state, model_name))
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.port = self._server.server_port
+
+    def close(self) -> None:
+        """Blocks for up to half a second."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

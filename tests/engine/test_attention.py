@@ -171,7 +171,7 @@ def test_a_mixed_batch_equals_the_reference(change: dict[str, int], dtype: torch
 
 
 @every_backend
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("change", [{}, {"window": 700}, {"softcap": 30.0}], ids=str)
 @pytest.mark.parametrize(
     "sequences",
     [
@@ -183,9 +183,9 @@ def test_a_mixed_batch_equals_the_reference(change: dict[str, int], dtype: torch
     ids=str,
 )
 def test_long_contexts_equal_the_reference(
-    sequences: tuple[tuple[int, int], ...], window: int | None, name: str
+    sequences: tuple[tuple[int, int], ...], change: dict[str, int], name: str
 ) -> None:
-    check(Case(sequences, num_q_heads=3, num_kv_heads=1, window=window), name)
+    check(replace(Case(sequences, num_q_heads=3, num_kv_heads=1), **change), name)
 
 
 @every_backend
