@@ -52,7 +52,7 @@ check: $(INSTALLED)  ## mypy, strict
 	@$(BIN)/mypy
 
 test: $(INSTALLED)  ## all tests but those marked slow
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 bench: $(INSTALLED)  ## measurements (see benchmarks/)
 	@$(BIN)/python -m benchmarks $(ARGS)

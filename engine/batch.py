@@ -22,6 +22,18 @@ class BatchItem:
     block_tables: tuple[list[int], ...]
     is_sampled: bool  # the last new token is the sequence's last: its logits choose the next
 
+    @classmethod
+    def of(cls, sequence: Sequence, num_tokens: int) -> BatchItem:
+        """The next `num_tokens` of a sequence that has the blocks for them."""
+        start = sequence.num_computed_tokens
+        return cls(
+            sequence=sequence,
+            token_ids=sequence.token_ids[start : start + num_tokens],
+            start=start,
+            block_tables=sequence.block_tables,
+            is_sampled=start + num_tokens == sequence.num_tokens,
+        )
+
     @property
     def num_new_tokens(self) -> int:
         return len(self.token_ids)

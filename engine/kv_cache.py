@@ -31,7 +31,7 @@ class KvShape:
 
 
 class KvCache:
-    """Memory for `num_blocks` blocks, allocated and touched once."""
+    """Memory for `num_blocks` blocks, allocated once. The system gives its pages as they are first written."""
 
     def __init__(self, shape: KvShape, num_blocks: int) -> None:
         self.shape = shape

@@ -167,7 +167,7 @@ class Scheduler:
         if not shares:
             return None
         self.step += 1
-        self._launched = {sequence: _item(sequence, num_tokens) for sequence, num_tokens in shares.items()}
+        self._launched = {sequence: BatchItem.of(sequence, num_tokens) for sequence, num_tokens in shares.items()}
         return Batch(tuple(self._launched.values()), self.step)
 
     def complete(self, batch: Batch, sampled: dict[Sequence, tuple[SampledToken, ...]]) -> list[Completed]:
@@ -284,17 +284,6 @@ class Scheduler:
     def _number(self, sequence: Sequence) -> None:
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-
-
-def _item(sequence: Sequence, num_tokens: int) -> BatchItem:
-    start = sequence.num_computed_tokens
-    return BatchItem(
-        sequence=sequence,
-        token_ids=sequence.token_ids[start : start + num_tokens],
-        start=start,
-        block_tables=sequence.block_tables,
-        is_sampled=start + num_tokens == sequence.num_tokens,
-    )
 
 
 def _blocks(sequence: Sequence) -> list[int]:

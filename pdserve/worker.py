@@ -95,7 +95,7 @@ async def _run(options: WorkerOptions) -> int:
         worker = WorkerServer(options, engine, token, make_transport())
         async with worker.serving(stop):
             await stop.wait()
-        return 1 if worker.state.is_leaking else 0
+        return 1 if worker.state.needs_restart else 0
     finally:
         if beats is not None:
             beats.cancel()
@@ -237,8 +237,8 @@ class WorkerServer:
         last = _Rates()
         while True:
             await asyncio.sleep(LOG_INTERVAL_S)
-            if self.state.is_leaking:
-                logger.error("more than 5 % of the KV blocks are quarantined: draining, to be restarted")
+            if reason := self.state.needs_restart:
+                logger.error("%s: draining, to be restarted", reason)
                 stop.set()
             last = self._log_load(last)
 

@@ -32,13 +32,18 @@ class WorkerState:
 
     @property
     def is_stuck(self) -> bool:
-        return self.engine.loop.step_age_s > DEADLINES.stuck_step_s
+        loop = self.engine.loop
+        return loop.has_died or loop.step_age_s > DEADLINES.stuck_step_s
 
     @property
-    def is_leaking(self) -> bool:
-        """So many blocks are quarantined that only a new process brings them back."""
+    def needs_restart(self) -> str | None:
+        """Why only a new process helps."""
         pool = self.engine.pool
-        return pool.num_held(Holder.QUARANTINED) > _MAX_QUARANTINED_SHARE * pool.num_blocks
+        if self.engine.loop.has_died:
+            return "the engine loop has died"
+        if pool.num_held(Holder.QUARANTINED) > _MAX_QUARANTINED_SHARE * pool.num_blocks:
+            return f"more than {_MAX_QUARANTINED_SHARE:.0%} of the KV blocks are quarantined"
+        return None
 
     def load(self) -> WorkerLoad:
         scheduler, loop = self.engine.scheduler, self.engine.loop

@@ -173,7 +173,7 @@ class Attempt:
                     return self._emit(call, tokens)
             case PdserveError() if not call.is_closed:
                 self._note_failure(call, event)
-                if self._decode is None or isinstance(event, Refused):
+                if self._decode is None:
                     raise event
                 call.close()
                 by = asyncio.get_running_loop().time() + DEADLINES.peer_timeout_s + DEADLINES.open_s

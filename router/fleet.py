@@ -106,28 +106,36 @@ class Fleet(pb_grpc.FleetServicer):
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
-        beats = asyncio.create_task(self._beat(context), name="router-beat")
-        worker: Worker | None = None
         try:
-            async with asyncio.timeout(DEADLINES.open_s) as limit:
-                async for report in reports:
-                    limit.reschedule(asyncio.get_running_loop().time() + DEADLINES.peer_timeout_s)
-                    if worker is None:
-                        worker = self._join(report)
-                    worker.load = load_from_pb(report.load)
-                    worker.beat_at = time.monotonic()
-                    worker.is_suspect = False
-                    # another process that had taken its id may be gone
-                    self._workers.setdefault(worker.worker_id, worker)
+            await self._serve(reports, context)
         except MalformedMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no beat; report again")
         finally:
-            beats.cancel()
             self._streams.discard(task)
-            if worker is not None:
-                await self._leave(worker)
+
+    async def _serve(self, reports: AsyncIterator[pb.WorkerReport], context: ReportContext) -> None:
+        """One membership. Its beats end before it does: gRPC drops a status that is sent while they are."""
+        stream = aiter(reports)
+        async with asyncio.timeout(DEADLINES.open_s):
+            report = await anext(stream, None)
+        if report is None:
+            return
+        worker = self._join(report)
+        beats = asyncio.create_task(self._beat(context), name="router-beat")
+        try:
+            async with asyncio.timeout(DEADLINES.peer_timeout_s) as limit:
+                async for report in stream:
+                    limit.reschedule(asyncio.get_running_loop().time() + DEADLINES.peer_timeout_s)
+                    worker.load = load_from_pb(report.load)
+                    worker.beat_at = time.monotonic()
+                    worker.is_suspect = False
+                    # another process that had taken its id may be gone
+                    self._workers.setdefault(worker.worker_id, worker)
+        finally:
+            await self._leave(worker)
+            beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
     async def close(self) -> None:
@@ -141,7 +149,8 @@ class Fleet(pb_grpc.FleetServicer):
         if not report.HasField("hello"):
             raise MalformedMessage("the first report of a stream must carry hello")
         hello = hello_from_pb(report.hello)
-        worker = Worker(hello, WorkerClient(hello.grpc_address, self._token))
+        load = load_from_pb(report.load)
+        worker = Worker(hello, WorkerClient(hello.grpc_address, self._token), load)
         self._workers[hello.worker_id] = worker  # a restarted process takes its former self's place
         logger.info("%s worker %s joined: %s, epoch %d", hello.role, hello.worker_id, hello.grpc_address, hello.epoch)
         return worker

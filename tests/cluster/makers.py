@@ -54,7 +54,11 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     def stream(
-        self, token_ids: list[int], sampling: SamplingParams = GREEDY, request_id: str | None = None, timeout_s: float = 60.0
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams = GREEDY,
+        request_id: str | None = None,
+        timeout_s: float = 60.0,
     ) -> AsyncGenerator[tuple[Token, ...], None]:
         """Tokens of one request through the dispatcher. Close it to leave."""
         self.num_requests += 1
@@ -78,7 +82,11 @@ class Cluster:
 
 def is_idle(worker: WorkerServer) -> bool:
     ledger = json.loads(worker.state.ledger())
-    return ledger["states"]["free"] == ledger["num_blocks"] and not ledger["holders"] and not any(ledger["requests"].values())
+    return (
+        ledger["states"]["free"] == ledger["num_blocks"]
+        and not ledger["holders"]
+        and not any(ledger["requests"].values())
+    )
 
 
 async def until_freed(worker: WorkerServer, condition: Callable[[], bool]) -> None:
@@ -164,7 +172,8 @@ async def cluster(folder: Path, tmp_path: Path, plan: ClusterPlan | None = None)
         bound = await stack.enter_async_context(router.serving())
         roles = ["prefill"] * plan.num_prefill + ["decode"] * plan.num_decode
         workers = [
-            make_worker(folder, plan, role, number, number, bound["fleet"], token_file) for number, role in enumerate(roles)
+            make_worker(folder, plan, role, number, number, bound["fleet"], token_file)
+            for number, role in enumerate(roles)
         ]
         for worker in workers:
             await stack.enter_async_context(worker.serving(asyncio.Event()))

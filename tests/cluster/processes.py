@@ -101,7 +101,11 @@ class ProcessCluster:
             ledger: dict[str, Any] = {}
             try:
                 async with asyncio.timeout(LEDGER_DEADLINE_S):
-                    while not ledger or ledger["states"]["free"] != ledger["num_blocks"] or any(ledger["requests"].values()):
+                    while (
+                        not ledger
+                        or ledger["states"]["free"] != ledger["num_blocks"]
+                        or any(ledger["requests"].values())
+                    ):
                         ledger = await self.ledger(name)
                         await asyncio.sleep(0.02)
             except TimeoutError:

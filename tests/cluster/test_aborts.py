@@ -43,14 +43,15 @@ async def held_in(made: Cluster, role: str, state: str) -> AsyncIterator[WorkerS
     """Drive one request into a state of a role; leave when the block ends."""
     worker = made.prefill[0] if role == "prefill" else made.decode[0]
     prompt, full = SHORT, None
-    if state in ("scheduler.waiting", "scheduler.running", "handoffs", "handoffs.pulling", "leases") and role == "prefill":
+    if (
+        state in ("scheduler.waiting", "scheduler.running", "handoffs", "handoffs.pulling", "leases")
+        and role == "prefill"
+    ):
         prompt = LONG
         full = worker if state == "scheduler.waiting" else None
     elif state in ("handoffs.offered", "decode.waiting"):
         full = made.decode[0]
-    elif state == "decode.pulling":
-        prompt = LONG
-    elif state == "decode.prefilling":
+    elif state == "decode.pulling" or state == "decode.prefilling":
         prompt = LONG
     task = asyncio.create_task(made.generate(prompt, ENDLESS))
     try:
@@ -130,8 +131,14 @@ async def test_prefill_full_of_handoffs_that_nobody_pulls_serves_again_when_thei
         prefill, decode = made.prefill[0], made.decode[0]
         async with occupied(decode):
             tasks = [asyncio.create_task(made.generate(SHORT, ENDLESS)) for _ in range(6)]
-            await until(lambda: requests_in(prefill, "handoffs.offered") >= 3 and requests_in(prefill, "scheduler.waiting") >= 1)
-            assert requests_in(prefill, "scheduler.running") == 0, "nothing starts while hand-offs hold half of the pool"
+            # those that had started when the third was offered end; nothing starts while offers hold half of the pool
+            await until(
+                lambda: (
+                    requests_in(prefill, "handoffs.offered") >= 3
+                    and requests_in(prefill, "scheduler.waiting") >= 1
+                    and requests_in(prefill, "scheduler.running") == 0
+                )
+            )
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -140,7 +147,9 @@ async def test_prefill_full_of_handoffs_that_nobody_pulls_serves_again_when_thei
 
 
 @pytest.mark.timeout(300)
-async def test_two_hundred_requests_with_random_aborts_leave_a_balanced_ledger(model_folder: Path, tmp_path: Path) -> None:
+async def test_two_hundred_requests_with_random_aborts_leave_a_balanced_ledger(
+    model_folder: Path, tmp_path: Path
+) -> None:
     randomly = random.Random(11)
     plan = ClusterPlan(num_prefill_blocks=96, num_decode_blocks=64, max_num_batched_tokens=128)
     prompts = [[randomly.randrange(1000, 20000) for _ in range(randomly.randrange(5, 120))] for _ in range(20)]
@@ -179,12 +188,10 @@ async def test_sequences_that_outgrow_the_pool_are_preempted_and_give_the_same_t
     model_folder: Path, tmp_path: Path
 ) -> None:
     """faults: decode preempts a sequence right after its transfer."""
-    sampling = replace(GREEDY, max_tokens=64)
+    sampling = replace(GREEDY, max_tokens=40)
     prompts = [list(range(start, start + 60)) for start in (100, 400, 700, 1000)]
     async with cluster(model_folder, tmp_path, ClusterPlan(dtype="float32")) as made:
         expected = [await made.token_ids(prompt, sampling) for prompt in prompts]
     async with cluster(model_folder, tmp_path, ClusterPlan(dtype="float32", num_decode_blocks=20)) as made:
         assert await asyncio.gather(*(made.token_ids(prompt, sampling) for prompt in prompts)) == expected
         assert made.decode[0].state.engine.scheduler.num_preemptions > 0
-
-

@@ -44,8 +44,9 @@ async def test_one_token_needs_no_transfer(model_folder: Path, tmp_path: Path) -
 async def test_many_at_once_give_what_each_gives_alone(model_folder: Path, tmp_path: Path) -> None:
     prompts = [[number * 7 + place for place in range(20 + 9 * number)] for number in range(8)]
     async with cluster(model_folder, tmp_path, ClusterPlan(dtype="float32")) as made:
-        alone = [await made.token_ids(prompt) for prompt in prompts]
-        assert await asyncio.gather(*(made.token_ids(prompt) for prompt in prompts)) == alone
+        sampling = replace(GREEDY, max_tokens=8)
+        alone = [await made.token_ids(prompt, sampling) for prompt in prompts]
+        assert await asyncio.gather(*(made.token_ids(prompt, sampling) for prompt in prompts)) == alone
 
 
 async def test_without_a_prefill_worker_decode_prefills_by_itself(model_folder: Path, tmp_path: Path) -> None:

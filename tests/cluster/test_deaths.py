@@ -26,8 +26,6 @@ SAMPLINGS = {"greedy": replace(GREEDY, max_tokens=24), "seeded": SEEDED}
 PHASES = ("prefilling", "pulling", "first token", "token 7")
 
 
-
-
 async def reached(made: ProcessCluster, phase: str, num_tokens: Callable[[], int], request_id: str) -> None:
     """Wait for a phase of the one request that runs."""
     timeline = made.timelines[request_id]

@@ -41,7 +41,7 @@ async def soon(awaitable: Awaitable[T], within_s: float = 20.0) -> T:
 async def until(condition: Callable[[], bool]) -> None:
     """For what has no event to await: a thread that ends by itself, bytes that appear."""
     async with asyncio.timeout(20.0):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

@@ -49,7 +49,9 @@ class ScriptedGenerator:
         self.all_closed = asyncio.Event()
         self.prefill = PrefillTimings()
 
-    async def generate(self, request: GenerationRequest, timeline: RequestTimeline) -> AsyncGenerator[tuple[Token, ...], None]:
+    async def generate(
+        self, request: GenerationRequest, timeline: RequestTimeline
+    ) -> AsyncGenerator[tuple[Token, ...], None]:
         self.requests.append(request)
         self.num_open += 1
         self.all_closed.clear()
@@ -78,7 +80,7 @@ class ScriptedGenerator:
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for a state that nothing announces."""
     async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.002)
 
 

@@ -107,6 +107,11 @@ async def honest_decode(call: PlayedCall) -> AsyncIterator[Event]:
         yield event
 
 
+async def silent(call: PlayedCall) -> AsyncIterator[Event]:
+    await forever()
+    yield
+
+
 def failing_with(reason: Reason, message: str) -> Script:
     """A worker that answers nothing but this."""
 

@@ -113,7 +113,7 @@ async def test_of_two_revisions_only_workers_with_equal_layouts_are_paired() -> 
             assert timeline.prefill_worker.removeprefix("prefill") == timeline.decode_worker.removeprefix("decode")
             assert timeline.decision == "remote"
         assert not stranger.calls and not other_model.calls
-        with pytest.raises(Unavailable, match="no decode worker"):
+        with pytest.raises(Unavailable, match="no decode worker is ready"):
             await made.generate(model="a third")
 
 

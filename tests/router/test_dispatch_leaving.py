@@ -26,14 +26,10 @@ from tests.router.played_workers import (
     honest_prefill,
     played,
     readers,
+    silent,
     started,
     tokens,
 )
-
-
-async def silent(call: PlayedCall) -> AsyncIterator[Event]:
-    await forever()
-    yield
 
 
 async def only_started(call: PlayedCall) -> AsyncIterator[Event]:

@@ -159,22 +159,38 @@ async def test_for_the_one_token_that_is_left_after_a_loss_decode_is_not_opened_
         assert prefill.calls[1].request.token_ids == (*PROMPT, 1000, 1001, 1002, 1003)
 
 
-async def test_a_refusal_of_decode_reaches_the_client_before_any_token_and_prefill_is_released() -> None:
+@pytest.mark.parametrize("is_asked_second", [False, True])
+async def test_a_refusal_of_decode_reaches_the_client_before_any_token_and_prefill_is_released(
+    is_asked_second: bool,
+) -> None:
     """faults: decode refuses before its scheduler sees the request after prefill is done."""
-    prefill = PlayedWorker("prefill")
+    has_second = asyncio.Event()
+
+    async def prefill(call: PlayedCall) -> AsyncIterator[Event]:
+        yield started(call)
+        await has_second.wait()
+        yield first(call)
+        await forever()
 
     async def decode(call: PlayedCall) -> AsyncIterator[Event]:
+        if is_asked_second and call.pull_attempt == 0:
+            yield Accepted()
+            raise Unavailable(Reason.KV_LOST, "peer closed")
+        has_second.set()
         await until(lambda: made.timelines[0].prefill is not None)
+        await asyncio.sleep(0.02)
         raise Refused("top_k: this worker knows better")
-        yield
 
-    async with played(prefill, PlayedWorker("decode", decode)) as made:
+    prefilling = PlayedWorker("prefill", prefill)
+    decoding = [PlayedWorker("decode", decode, f"d{number}") for number in range(2)]
+    async with played(prefilling, *decoding) as made:
         received: list[Token] = []
         with pytest.raises(Refused, match="knows better"):
             async for batch in made.stream():
                 received += batch
-        assert not received and len(prefill.calls) == 1
-        await asyncio.wait_for(prefill.calls[0].ended.wait(), 5)
+        assert not received and len(prefilling.calls) == 1
+        assert sum(len(worker.calls) for worker in decoding) == 1 + is_asked_second
+        await asyncio.wait_for(prefilling.calls[0].ended.wait(), 5)
 
 
 async def test_a_refusal_of_prefill_reaches_the_client_and_is_not_tried_elsewhere() -> None:
@@ -191,7 +207,8 @@ async def test_a_deadline_in_the_past_opens_nothing(timeout_s: float) -> None:
     async with played(decoding) as made:
         with pytest.raises(Unavailable) as refusal:
             await made.generate(timeout_s=timeout_s)
-        assert refusal.value.reason is Reason.NO_ROOM and not decoding.calls
+        assert refusal.value.reason is Reason.NO_ROOM
+        assert not decoding.calls and made.timelines[0].admitted_at is None
 
 
 async def test_the_deadline_ends_a_wait_and_also_a_flood_of_events() -> None:

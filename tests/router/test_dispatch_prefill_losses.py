@@ -1,11 +1,10 @@
-"""What is lost is rebuilt: played workers die, break and lose KV in every phase of a request."""
+"""What prefill loses is rebuilt: its workers die in every phase of a request, and KV is lost on its way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -14,7 +13,6 @@ from pdserve_wire.deadlines import DEADLINES
 from pdserve_wire.errors import Reason, Unavailable
 from pdserve_wire.messages import Accepted
 from router.attempt import MAX_PULLS
-from router.dispatcher import DispatchOptions
 from tests.router.makers import until
 from tests.router.played_workers import (
     GREEDY,
@@ -24,14 +22,13 @@ from tests.router.played_workers import (
     Event,
     PlayedCall,
     PlayedWorker,
-    Script,
     assert_whole,
-    failing_with,
     first,
     forever,
     honest_decode,
     honest_prefill,
     played,
+    silent,
     started,
     tokens,
 )
@@ -48,32 +45,6 @@ def short_wait(monkeypatch: pytest.MonkeyPatch) -> float:
     """How long, at most, a decode worker may leave open whether it has the KV of a prefill that is gone."""
     monkeypatch.setattr("router.attempt.DEADLINES", replace(DEADLINES, peer_timeout_s=0.2, open_s=0.1))
     return 0.3
-
-
-def after(num_tokens: int, end: Script) -> Script:
-    """A decode worker that has the KV, sends some tokens and goes on as `end`."""
-
-    async def script(call: PlayedCall) -> AsyncIterator[Event]:
-        yield Accepted()
-        yield KV_COMPLETE
-        begin = call.request.num_emitted_tokens
-        for event in tokens(call, begin, begin + num_tokens):
-            yield event
-        async for event in end(call):
-            yield event
-
-    return script
-
-
-async def ending(call: PlayedCall) -> AsyncIterator[Event]:
-    """The worker ends the call as if all were well."""
-    return
-    yield
-
-
-async def hanging(call: PlayedCall) -> AsyncIterator[Event]:
-    await forever()
-    yield
 
 
 async def test_kv_that_is_lost_is_pulled_again_a_few_times_and_then_everything_is_built_again() -> None:
@@ -114,9 +85,24 @@ async def test_kv_that_two_workers_lose_again_and_again_is_not_sought_from_them_
         assert (len(bad.calls), len(good.calls)) == (1, 1)
 
 
+async def test_kv_is_not_sought_again_from_a_prefill_that_is_not_heard_of() -> None:
+    async def decode(call: PlayedCall) -> AsyncIterator[Event]:
+        yield Accepted()
+        if call.request.generation == 0:
+            next(worker for worker in made.fleet.workers if worker.hello.role == "prefill").beat_at -= 4.0
+            raise kv_lost()
+        async for event in honest_decode(call):
+            yield event
+
+    decoding = PlayedWorker("decode", decode)
+    async with played(PlayedWorker("prefill"), decoding) as made:
+        assert_whole(await made.generate())
+        assert [(call.request.generation, call.pull_attempt) for call in decoding.calls] == [(0, 0), (1, 0)]
+
+
 @pytest.mark.parametrize("has_another", [True, False])
 async def test_a_prefill_that_dies_before_it_started_is_replaced_or_decode_prefills(has_another: bool) -> None:
-    dying, decoding = PlayedWorker("prefill", hanging, "dying"), PlayedWorker("decode")
+    dying, decoding = PlayedWorker("prefill", silent, "dying"), PlayedWorker("decode")
     async with played(dying, decoding) as made:
         other = PlayedWorker("prefill", None, "other")
         other.load = replace(other.load, num_running=9)
@@ -247,59 +233,6 @@ async def test_kv_that_came_in_time_is_not_lost_because_the_client_reads_late(sh
         assert not made.timelines[0].resume_reasons
 
 
-@pytest.mark.parametrize("how", ["dies", "fails", "ends early"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-async def test_a_stream_goes_on_elsewhere_from_the_token_where_its_decode_worker_was_lost(
-    num_tokens: int, how: str
-) -> None:
-    """faults: a decode worker is killed at token k of a seeded, sampled stream."""
-    end = {
-        "dies": hanging,
-        "fails": failing_with(Reason.INTERNAL, "the engine broke"),
-        "ends early": ending,
-    }
-    prefill, losing = PlayedWorker("prefill"), PlayedWorker("decode", after(num_tokens, end[how]), "losing")
-    async with played(prefill, losing) as made:
-        other = PlayedWorker("decode", honest_decode, "other")
-        other.load = replace(other.load, num_running=9)
-        await made.join(other)
-        answer = made.begin(SEEDED)
-        await until(lambda: made.timelines[0].num_output_tokens >= num_tokens)
-        if how == "dies":
-            await losing.die()
-        assert_whole(await answer)
-        again = other.calls[0].request
-        assert again == prefill.calls[1].request
-        assert again.token_ids == (*PROMPT, *range(1000, 1000 + num_tokens))
-        assert (again.num_prompt_tokens, again.num_emitted_tokens, again.generation) == (3, num_tokens, 1)
-        assert again.sampling == SEEDED == losing.calls[0].request.sampling
-        assert len(made.timelines[0].resume_reasons) == 1
-
-
-async def test_a_decode_worker_lost_before_it_has_the_kv_is_replaced_on_the_same_hand_off() -> None:
-    prefill, losing = PlayedWorker("prefill"), PlayedWorker("decode", hanging, "losing")
-    async with played(prefill, losing) as made:
-        answer = made.begin()
-        await until(lambda: bool(losing.calls))
-        other = PlayedWorker("decode", None, "other")
-        await made.join(other)
-        await losing.die()
-        assert_whole(await answer)
-        assert len(prefill.calls) == 1 and other.calls[0].pull_attempt == 1
-        assert not made.timelines[0].resume_reasons
-
-
-async def test_the_last_decode_worker_that_is_lost_takes_the_stream_with_it_at_once() -> None:
-    losing = PlayedWorker("decode", after(2, hanging))
-    async with played(PlayedWorker("prefill"), losing) as made:
-        answer = made.begin()
-        await until(lambda: made.timelines[0].num_output_tokens == 2)
-        await losing.die()
-        with pytest.raises(Unavailable, match="no decode worker") as failure:
-            await asyncio.wait_for(answer, 1)
-        assert failure.value.reason is Reason.NO_WORKER
-
-
 async def test_a_prefill_whose_last_partner_left_leads_to_a_pair_that_is_there() -> None:
     """During a change of revisions the partner may be gone when the prompt is started."""
     may_start = asyncio.Event()
@@ -322,57 +255,3 @@ async def test_a_prefill_whose_last_partner_left_leads_to_a_pair_that_is_there()
         may_start.set()
         assert_whole(await answer)
         assert (made.timelines[0].prefill_worker, made.timelines[0].decode_worker) == ("p", "d")
-
-
-async def test_attempts_are_bounded_with_pauses_between_them() -> None:
-    loop = asyncio.get_running_loop()
-    asked_at: list[float] = []
-
-    async def decode(call: PlayedCall) -> AsyncIterator[Event]:
-        asked_at.append(loop.time())
-        raise Unavailable(Reason.INTERNAL, "the engine broke")
-        yield
-
-    decoding = PlayedWorker("decode", decode)
-    async with played(decoding, options=DispatchOptions(max_attempts=4)) as made:
-        with pytest.raises(Unavailable, match="engine broke"):
-            await made.generate()
-        assert [call.request.generation for call in decoding.calls] == [0, 1, 2, 3]
-        pauses = [after - before for before, after in pairwise(asked_at)]
-        assert pauses[1] >= 0.1 and pauses[2] >= 0.2
-        before = loop.time()
-        with pytest.raises(Unavailable) as failure:
-            await made.generate(timeout_s=0.05)
-        assert failure.value.reason is Reason.NO_ROOM and loop.time() - before < 0.1 + 0.05, "no pause outlasts it"
-
-
-async def test_a_worker_whose_call_broke_is_not_asked_until_it_beats_again() -> None:
-    decoding = PlayedWorker("decode", failing_with(Reason.LOST_PEER, "broken"))
-    async with played(decoding) as made:
-        (worker,) = made.fleet.workers
-        for _ in range(2):
-            with pytest.raises(Unavailable, match="no decode worker is ready"):
-                await made.generate()
-        assert len(decoding.calls) == 1 and not worker.is_ready
-        decoding.script = honest_decode
-        decoding.reporter.report_now()
-        await until(lambda: worker.is_ready)
-        assert_whole(await made.generate())
-
-
-@pytest.mark.parametrize("is_frozen", [True, False])
-async def test_a_process_that_takes_the_id_of_another_takes_its_requests_too(is_frozen: bool) -> None:
-    former = PlayedWorker("decode", after(2, hanging), "same")
-    async with played(PlayedWorker("prefill"), former) as made:
-        answer = made.begin()
-        await until(lambda: made.timelines[0].num_output_tokens == 2)
-        latter = PlayedWorker("decode", honest_decode, "same")
-        await made.join(latter)
-        assert [worker.hello.epoch for worker in made.fleet.ready("decode")] == [latter.hello.epoch]
-        if is_frozen:  # its calls stay open, and only its silence tells
-            await former.stop_reporting()
-        else:
-            await former.die()
-        assert_whole(await answer)
-        assert made.timelines[0].resume_reasons == [Reason.LOST_PEER]
-        assert latter.calls[0].request.num_emitted_tokens == 2
