@@ -31,7 +31,7 @@ from pdserve_wire.messages import (
 )
 from pdserve_wire.timeline import RequestTimeline
 from router.fleet import Fleet, Worker
-from router.policy import Identity, are_tried, identity, partners, pick
+from router.policy import Identity, identity, pick, pick_decode
 from router.worker_client import EventStream
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Attempt:
 
     def _open_decode(self) -> None:
         """Raises `Unavailable` when no decode worker can take it."""
-        worker = pick(self._decode_workers(), self._avoid)
+        worker = self._pick_decode()
         if worker is None:
             why = "none has the model and KV layout of the prefill worker, or none is ready"
             raise Unavailable(Reason.NO_WORKER, f"no decode worker: {why}; start one, or retry when it is up")
@@ -215,20 +215,23 @@ class Attempt:
         self._decode = _Call(worker, worker.client.decode(self._request, self._handoff, self._num_pulls), self._queue)
         self._num_pulls += 1
 
-    def _decode_workers(self) -> list[Worker]:
+    def _pick_decode(self) -> Worker | None:
         if self._prefill_worker is not None:
-            return partners(self._prefill_worker, self._fleet.ready("decode", "both"))
+            return pick_decode(self._fleet.ready("decode", "both"), self._prefill_worker, self._avoid)
         # whole requests are what `both` is for; a decode worker takes them where there is none
         model = self._request.model
-        return self._fleet.ready("both", model=model) or self._fleet.ready("decode", model=model)
+        workers = self._fleet.ready("both", model=model) or self._fleet.ready("decode", model=model)
+        return pick(workers, self._avoid)
 
     def _can_pull_again(self, error: PdserveError) -> bool:
         """Whether the hand-off may still be there for a higher attempt. Once Decode has the KV, it isn't."""
         prefill = self._prefill
         if isinstance(error, Refused) or prefill is None or prefill.is_closed or self._num_pulls >= MAX_PULLS:
             return False
-        if error.reason in (Reason.BUSY, Reason.DRAINING) and are_tried(self._decode_workers(), self._avoid):
-            return False  # to ask the same one again at once is no use
+        if error.reason in (Reason.BUSY, Reason.DRAINING):
+            another = self._pick_decode()
+            if another is None or identity(another) in self._avoid:
+                return False  # to ask the same one again at once is no use
         return self._fleet.is_known(prefill.worker)
 
     def _note_failure(self, call: _Call, error: PdserveError) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pdserve_wire.layout import can_pair
 from router.fleet import Worker
@@ -14,25 +14,29 @@ from router.fleet import Worker
 Identity = tuple[str, int]
 
 
-def pick(workers: Iterable[Worker], avoid: Collection[Identity]) -> Worker | None:
-    """The least loaded, by this router's own open calls first: reports are a second old, and a burst
-    within one must spread. Workers in `avoid` only when there is no other.
+def pick(
+    workers: Iterable[Worker], avoid: Collection[Identity], fits: Callable[[Worker], bool] | None = None
+) -> Worker | None:
+    """The least loaded that fits, by this router's own open calls first: reports are a second old, and
+    a burst within one must spread. Workers in `avoid` only when there is no other.
     """
-    candidates = list(workers)
-    preferred = [worker for worker in candidates if identity(worker) not in avoid]
-    return min(preferred or candidates, key=_load, default=None)
+    ranked = sorted(workers, key=lambda worker: (identity(worker) in avoid, *_load(worker)))
+    return next((worker for worker in ranked if fits is None or fits(worker)), None)
 
 
-def pick_prefill(workers: Iterable[Worker], decode: Sequence[Worker], avoid: Collection[Identity]) -> Worker | None:
+def pick_prefill(workers: Sequence[Worker], decode: Sequence[Worker], avoid: Collection[Identity]) -> Worker | None:
     """As `pick`, of those whose KV one of `decode` can take, and rather one that isn't in `avoid` itself."""
-    paired = [worker for worker in workers if partners(worker, decode)]
-    hopeful = [worker for worker in paired if not are_tried(partners(worker, decode), avoid)]
-    return pick(hopeful or paired, avoid)
+    untried = [worker for worker in decode if identity(worker) not in avoid]
+
+    def fits(partners: Iterable[Worker]) -> Callable[[Worker], bool]:
+        return lambda worker: any(can_pair(worker.hello, partner.hello) for partner in partners)
+
+    return pick(workers, avoid, fits(untried)) or pick(workers, avoid, fits(decode))
 
 
-def partners(prefill: Worker, decode: Iterable[Worker]) -> list[Worker]:
-    """Those that can take KV from `prefill`."""
-    return [worker for worker in decode if can_pair(prefill.hello, worker.hello)]
+def pick_decode(workers: Iterable[Worker], prefill: Worker, avoid: Collection[Identity]) -> Worker | None:
+    """As `pick`, of those that can take KV from `prefill`."""
+    return pick(workers, avoid, lambda worker: can_pair(prefill.hello, worker.hello))
 
 
 def are_tried(workers: Iterable[Worker], avoid: Collection[Identity]) -> bool:

@@ -48,7 +48,10 @@ class Gate:
             late = Unavailable(Reason.NO_ROOM, "the request's deadline passed before it was finished")
             await context.abort(*to_status(late))
         except asyncio.CancelledError:
-            raise
+            if not self.leases.has_ended(asyncio.current_task()):
+                raise
+            ended = Unavailable(Reason.ABORTED, "this worker did not hear from the router, or is shutting down")
+            await context.abort(*to_status(ended))  # else the caller would wait on: a cancelled handler says nothing
         except Exception as error:
             logger.exception("request %s failed", message.request_id)
             await context.abort(*to_status(Unavailable(Reason.INTERNAL, f"{type(error).__name__}: {error}")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 
 class Leases:
@@ -16,6 +17,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._tasks: dict[str, set[asyncio.Task[object]]] = {}
+        self._ended: WeakSet[asyncio.Task[object]] = WeakSet()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -43,8 +45,13 @@ class Leases:
         """Cancel every call of a router; returns how many there were."""
         tasks = list(self._tasks.get(router_id, ()))
         for task in tasks:
+            self._ended.add(task)
             task.cancel()
         return len(tasks)
+
+    def has_ended(self, task: asyncio.Task[object] | None) -> bool:
+        """Whether it was `end` that cancelled the task, and not its caller who left."""
+        return task in self._ended
 
     def end_all(self) -> int:
         return sum(self.end(router_id) for router_id in list(self._tasks))

@@ -195,3 +195,17 @@ async def test_sequences_that_outgrow_the_pool_are_preempted_and_give_the_same_t
     async with cluster(model_folder, tmp_path, ClusterPlan(dtype="float32", num_decode_blocks=20)) as made:
         assert await asyncio.gather(*(made.token_ids(prompt, sampling) for prompt in prompts)) == expected
         assert made.decode[0].state.engine.scheduler.num_preemptions > 0
+
+
+async def test_a_lease_that_ends_is_told_to_its_caller_and_the_request_goes_on(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async with cluster(model_folder, tmp_path) as made:
+        expected = await made.token_ids(SHORT)
+        stream = made.stream(SHORT, request_id="resumed")
+        received = [token.token_id for token in await anext(stream)]
+        assert made.decode[0].state.gate.leases.end(made.router.fleet.router_id) == 1
+        async with asyncio.timeout(5):
+            received += [token.token_id async for batch in stream for token in batch]
+        assert len(received) == len(expected)
+        assert made.timelines["resumed"].resume_reasons == ["ABORTED"]

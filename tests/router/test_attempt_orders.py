@@ -63,6 +63,10 @@ class LeapingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._leaping.now
 
+    @property
+    def num_timers(self) -> int:
+        return sum(not timer.cancelled() for timer in self._scheduled)  # type: ignore[attr-defined]
+
 
 # A step of a script: an event by name, tokens as (offset from the next one, how many), or an end.
 PREFILL_STEPS = ("started", "first", "other first", "last first", "empty first")
@@ -224,6 +228,7 @@ async def play(story: Story) -> None:
     received: list[Token] = []
     client = asyncio.create_task(read(dispatcher, story, received))
     loop = asyncio.get_running_loop()
+    assert isinstance(loop, LeapingLoop)
     num_turns = 0
     while not client.done():
         assert loop.time() <= TIMEOUT_S + 1, "a request outlived its deadline"
@@ -241,7 +246,7 @@ async def play(story: Story) -> None:
     check_end(client, received)
     assert all(stream.is_closed for stream in made.streams)
     assert not any(worker.num_in_flight for worker in made.fleet.workers) and not dispatcher.num_in_flight
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert asyncio.all_tasks() == {asyncio.current_task()} and not loop.num_timers
     check_opened(made, received)
     if loop.time() >= TIMEOUT_S:  # only a worker that says nothing may bring a request that far
         assert any(stream.script[-1] == "hang" for stream in made.streams)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve_wire.messages import WorkerHello, WorkerLoad
 from router.fleet import Worker
-from router.policy import are_tried, identity, partners, pick, pick_prefill
+from router.policy import are_tried, identity, pick, pick_decode, pick_prefill
 from tests.router.played_workers import LAYOUT
 
 NEWER = replace(LAYOUT, position_encoding="q")
@@ -46,7 +46,7 @@ def test_who_has_failed_the_request_is_picked_only_when_there_is_no_other() -> N
     assert pick([restarted, loaded], {identity(failed)}) is restarted, "another process"
 
 
-def test_only_workers_of_one_model_layout_and_protocol_are_partners() -> None:
+def test_only_workers_of_one_model_layout_and_protocol_are_picked_to_go_on() -> None:
     prefill = make_worker("p", role="prefill")
     fits = [make_worker("d"), make_worker("other weights", layout=replace(LAYOUT, weights="int4"))]
     strangers = [
@@ -54,7 +54,9 @@ def test_only_workers_of_one_model_layout_and_protocol_are_partners() -> None:
         make_worker("layout", layout=replace(LAYOUT, block_size=32)),
         make_worker("protocol", protocol_min=2, protocol_max=3),
     ]
-    assert partners(prefill, [*strangers, *fits]) == fits
+    picked = {pick_decode([*strangers, *fits], prefill, set()) for _ in range(40)}
+    assert picked == set(fits)
+    assert pick_decode(strangers, prefill, set()) is None
 
 
 def test_a_prefill_without_a_partner_is_never_picked() -> None:
