@@ -7,6 +7,7 @@ engine.loop.submit(sequence)      # then read sequence.output
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,16 @@ class Engine:
     def load(cls, config: EngineConfig) -> Engine:
         """Raises `ModelRefused` for a model that would be served wrongly, `EngineError` for options
         that can't work together. Takes seconds; call it off the event loop.
+
+        Works in a thread that is gone when it returns. libgomp keeps a team for each thread that ever
+        ran an operation, and counts them all: once there are more threads than cores, teams no longer
+        spin while they wait, and a decode step of the engine thread took twice as long (measured).
         """
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
+            return thread.submit(cls._load, config).result()
+
+    @classmethod
+    def _load(cls, config: EngineConfig) -> Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         return cls.build(load_model(config), config)
