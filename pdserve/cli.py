@@ -78,6 +78,7 @@ class _Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: else each closed connection is told
     try:
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:

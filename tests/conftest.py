@@ -10,6 +10,7 @@ import pytest
 from pdserve.models import resolve_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each closed connection is told on stderr
 
 
 @pytest.fixture(scope="session")

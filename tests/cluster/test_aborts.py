@@ -201,11 +201,13 @@ async def test_a_lease_that_ends_is_told_to_its_caller_and_the_request_goes_on(
     model_folder: Path, tmp_path: Path
 ) -> None:
     async with cluster(model_folder, tmp_path) as made:
-        expected = await made.token_ids(SHORT)
-        stream = made.stream(SHORT, request_id="resumed")
-        received = [token.token_id for token in await anext(stream)]
+        sampling = replace(GREEDY, max_tokens=48)
+        stream = made.stream(SHORT, sampling, request_id="resumed")
+        received: list[int] = []
+        while len(received) < 3:  # then decode has the KV, and much is left to do
+            received += [token.token_id for token in await anext(stream)]
         assert made.decode[0].state.gate.leases.end(made.router.fleet.router_id) == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             received += [token.token_id async for batch in stream for token in batch]
-        assert len(received) == len(expected)
+        assert len(received) == 48
         assert made.timelines["resumed"].resume_reasons == ["ABORTED"]
