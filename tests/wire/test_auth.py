@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import stat
@@ -63,8 +64,15 @@ class EchoServer:
         )
 
 
-async def call(channel: grpc.aio.Channel, kind: str, metadata: tuple[tuple[str, str], ...]) -> bytes:
+async def call(
+    channel: grpc.aio.Channel, kind: str, metadata: tuple[tuple[str, str], ...], says_nothing: bool = False
+) -> bytes:
+    """`says_nothing`: a stream of requests stays open and empty. (Of a refusal that arrives while the client is still
+    sending, grpc.aio may report its own failed send instead.)"""
+
     async def requests() -> AsyncIterator[bytes]:
+        if says_nothing:
+            await asyncio.get_running_loop().create_future()
         yield b"hello"
 
     method = getattr(channel, kind)(f"/Echo/{kind}")
@@ -104,7 +112,7 @@ async def test_a_call_without_it_is_refused_before_a_handler_sees_it(
     echo, channel = served
     caplog.set_level(logging.DEBUG)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(channel, kind, metadata)
+        await call(channel, kind, metadata, says_nothing=True)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert echo.num_served == 0
     for told in (str(caught.value.details()), str(caught.value.trailing_metadata()), caplog.text):
